@@ -1,0 +1,1 @@
+"""Files in, columns out: schema, prepare, store, split, length profile, named sources."""

@@ -1,0 +1,204 @@
+"""What a store holds: features, tables, counts and provenance, kept beside the columns as `schema.yaml`."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import yaml
+
+from distrag.problem import problem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FORMAT_VERSION = 1
+"""Raised whenever a reader of an older store would misread a newer one."""
+
+GAP_ROWS = 65
+"""Rows of a gap table: row 0 is unused, rows 1..64 hold gaps of 0..63 significant bits."""
+
+Kind = Literal["id", "number", "time"]
+Transform = Literal["standard", "log", "none"]
+Gap = Literal["none", "log", "bucket"]
+TableKind = Literal["vocabulary", "hashed", "bucket"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One column of a store, per position or per sample.
+
+    Attributes:
+        name: what the feature is called everywhere after `prepare`.
+        kind: `id` is a row number of `table`, `number` a normalised float32, `time` int64 seconds.
+        dtype: NumPy name of the stored type; ids use the narrowest unsigned type that holds their table.
+        table: embedding table of an id, or of the gap buckets of a time; None otherwise.
+        transform: how a number was normalised. `standard` is `(x - mean) / std`; `log` first takes `sign(x) * log1p(|x|)`.
+        mean: mean that was subtracted, over the positions that held a finite value.
+        std: population standard deviation that was divided by; 1 where the values do not vary.
+        gap: how the model sees a time: not at all, as `log1p` of the gap to the event before, or as a bucket of it.
+        num_unknown: values that became row 0 because they are negative or out of vocabulary.
+        num_null: values that were null (numbers: or NaN, or infinite, or beyond float32).
+        column: column of the source it came from.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str
+    table: str | None = None
+    transform: Transform = "none"
+    mean: float = 0.0
+    std: float = 1.0
+    gap: Gap = "none"
+    num_unknown: int = 0
+    num_null: int = 0
+    column: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table and the keys that are looked up in it.
+
+    Attributes:
+        name: name of the table.
+        num_rows: rows, the unknown row 0 included.
+        kind: `vocabulary` (row i is value i-1 of `vocab/<name>.arrow`), `hashed`, or `bucket` (gaps of a time feature).
+        features: keys that share the table: feature names, or `<name>:gap`.
+        num_unknown: stored values of these features that are row 0, whatever the reason.
+    """
+
+    name: str
+    num_rows: int
+    kind: TableKind = "vocabulary"
+    features: tuple[str, ...] = ()
+    num_unknown: int = 0
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Everything a reader must know of a store besides the columns themselves.
+
+    Attributes:
+        history: per-position features; the first id feature is the default target.
+        context: per-sample features.
+        label: source column of the labels, or None.
+        weight: source column of the sample weights, or None.
+        key: source column that names whose row it is (the user), or None.
+        tables: embedding tables.
+        num_samples: rows (`N`).
+        num_positions: positions over all rows.
+        provenance: where it came from: source files with hashes, options, counts, versions.
+        content_hash: blake2b of columns, vocabularies and the fields that give them meaning.
+        format_version: layout of the store.
+        num_bytes: size of `samples.arrow`; a truncated copy is found by it.
+    """
+
+    history: tuple[Feature, ...]
+    context: tuple[Feature, ...] = ()
+    label: str | None = None
+    weight: str | None = None
+    key: str | None = None
+    tables: tuple[Table, ...] = ()
+    num_samples: int = 0
+    num_positions: int = 0
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    content_hash: str = ""
+    format_version: int = FORMAT_VERSION
+    num_bytes: int = 0
+
+    def feature(self, name: str) -> Feature:
+        """Returns the feature called `name`, per position or per sample.
+
+        Raises:
+            ValueError: when there is none, naming the nearest.
+        """
+        return named(name, self.history + self.context, "feature")
+
+    def table(self, name: str) -> Table:
+        """Returns the table called `name`.
+
+        Raises:
+            ValueError: when there is none, naming the nearest.
+        """
+        return named(name, self.tables, "table")
+
+
+Named = TypeVar("Named", Feature, Table)
+
+
+def named(name: str, things: tuple[Named, ...], what: str) -> Named:
+    """Returns the one of `things` called `name`, or raises a five-part error that names the nearest."""
+    for thing in things:
+        if thing.name == name:
+            return thing
+    names = [thing.name for thing in things]
+    near = difflib.get_close_matches(name, names, n=1)
+    todo = f"did you mean {near[0]!r}?" if near else "use one of the names above, or prepare the store again with a schema that has it"
+    raise problem(f"No such {what} in the store", got=name, wanted=f"one of {names}", where="schema.yaml", todo=todo)
+
+
+def id_dtype(num_rows: int) -> str:
+    """Returns the NumPy name of the narrowest type that holds row numbers of a table with `num_rows` rows."""
+    for dtype in ("uint8", "uint16", "uint32"):
+        if num_rows - 1 <= np.iinfo(dtype).max:
+            return dtype
+    return "int64"
+
+
+def meaning(schema: Schema) -> dict[str, Any]:
+    """Returns the part of a schema that belongs to the content hash: no provenance, no sizes of files."""
+    skip = ("provenance", "content_hash", "num_bytes")
+    return {name: value for name, value in asdict(schema).items() if name not in skip}
+
+
+def save_schema(schema: Schema, path: Path) -> None:
+    """Writes `schema` as YAML, most telling fields first."""
+    text = yaml.safe_dump(_plain(asdict(schema)), sort_keys=False, allow_unicode=True, width=120)
+    path.write_text("# Written by `distrag prepare`; the store is refused when this and samples.arrow disagree.\n" + text, encoding="utf-8")
+
+
+def load_schema(path: Path) -> Schema:
+    """Returns the schema written at `path`.
+
+    Raises:
+        ValueError: when the file is no YAML mapping, was written by another format version, or has unknown or missing fields.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise problem("Not readable as YAML", got=str(error).replace("\n", " "), wanted="a schema", where=path, todo=_AGAIN) from error
+    if not isinstance(raw, dict):
+        raise problem("Not a schema", got=type(raw).__name__, wanted="a mapping", where=path, todo=_AGAIN)
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        raise problem("Another format version", got=version, wanted=FORMAT_VERSION, where=path, todo=_AGAIN)
+    for name, kind in (("history", Feature), ("context", Feature), ("tables", Table)):
+        raw[name] = tuple(_from_mapping(kind, entry, f"{path}, {name}") for entry in raw.get(name) or ())
+    schema: Schema = _from_mapping(Schema, raw, str(path))
+    return schema
+
+
+_AGAIN = "run `distrag prepare` again with --overwrite"
+
+
+def _from_mapping(kind: type[Any], raw: Any, where: str) -> Any:
+    known = {f.name for f in fields(kind)}
+    if not isinstance(raw, dict) or not set(raw) <= known:
+        got = sorted(set(raw) - known) if isinstance(raw, dict) else raw
+        raise problem("Unknown fields in a schema", got=got, wanted=f"some of {sorted(known)}", where=where, todo=_AGAIN)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise problem("A field of the schema is missing", got=str(error), wanted="every field", where=where, todo=_AGAIN) from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value.item() if isinstance(value, np.generic) else value

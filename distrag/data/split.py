@@ -1,0 +1,249 @@
+"""Which window of which row is a sample's history, and which event comes next: splits as index arithmetic over offsets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from distrag.problem import problem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from distrag.data.store import Store
+
+Part = Literal["train", "valid", "test"]
+Task = Literal["next_item", "conversion"]
+PARTS: tuple[Part, ...] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """How samples are divided into train, valid and test.
+
+    Args:
+        kind: `leave_one_out` keeps the last event of each row for test and the one before for valid; `time` cuts at two times;
+            `row` gives each row to one part by a hash of its number.
+        valid_share: share of rows, or of events in time, that is valid.
+        test_share: share of rows, or of events in time, that is test.
+        seed: of the hash of the row number.
+        column: time feature to cut by; otherwise the first one there is.
+        time_valid: first second that is no longer train; otherwise found from the shares.
+        time_test: first second of test; otherwise found from the shares.
+    """
+
+    kind: Literal["leave_one_out", "time", "row"] = "leave_one_out"
+    valid_share: float = 0.1
+    test_share: float = 0.1
+    seed: int = 0
+    column: str | None = None
+    time_valid: int | None = None
+    time_test: int | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """Samples of one part as windows of the store; nothing is copied from it.
+
+    Attributes:
+        rows: int64 `[n]`, row of the store.
+        begin: int64 `[n]`, index of the oldest event of the history in the per-position arrays.
+        end: int64 `[n]`, one past its newest event.
+        next: int64 `[n]`, index of the event that follows the history; -1 where there is none to predict.
+        first: int64 `[n]`, index of the first event of the row; `[first, end)` has been seen.
+        num_cut: events left out of the histories because they are older than the newest `max_len`.
+    """
+
+    rows: NDArray[np.int64]
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+    next: NDArray[np.int64]
+    first: NDArray[np.int64]
+    num_cut: int
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Events of each history, int64 `[n]`."""
+        return self.end - self.begin
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.rows)
+
+
+def build_views(store: Store, split: SplitConfig, *, task: Task, max_len: int) -> dict[Part, View]:
+    """Returns the samples of train, valid and test.
+
+    `next_item`: a history is followed by the event to predict. A train sample holds all train events of a row but the last, which is its
+    `next`; rows with fewer than two of them stay, with nothing to predict. `leave_one_out` uses rows of fewer than three events for
+    train only. `time` takes train events before the first cut; valid (test) predicts the first event from the first (second) cut on,
+    from all events before that cut. `row` predicts the last event of the rows of valid and test; rows of fewer than two stay in train.
+
+    `conversion`: the history is the whole row and the label is the target; split by `row` or by a per-sample `time`.
+
+    Args:
+        store: opened store.
+        split: how to divide.
+        task: what is predicted.
+        max_len: longest history; the newest events are kept.
+
+    Raises:
+        ValueError: when the split does not fit the task or the store, or a share or `max_len` is out of range.
+    """
+    _check(split, task, max_len)
+    if task == "conversion":
+        return _conversion(store, split, max_len)
+    if split.kind == "leave_one_out":
+        return _leave_one_out(store, max_len)
+    return _next_by_time(store, split, max_len) if split.kind == "time" else _next_by_row(store, split, max_len)
+
+
+def row_parts(num_rows: int, split: SplitConfig) -> NDArray[np.int8]:
+    """Returns the part of each row, int8 `[num_rows]` (0 train, 1 valid, 2 test), by a counter hash of the row number alone."""
+    u = _uniform(np.arange(num_rows, dtype=np.uint64), split.seed)
+    return np.where(u < split.test_share, 2, np.where(u < split.test_share + split.valid_share, 1, 0)).astype(np.int8)
+
+
+def _leave_one_out(store: Store, max_len: int) -> dict[Part, View]:
+    starts, n = store.offsets[:-1], store.lengths
+    enough = np.flatnonzero(n >= 3)
+    stops = starts[enough] + n[enough]
+    return {
+        "train": _train(np.arange(len(n)), starts, np.where(n >= 3, n - 2, n), max_len),
+        "valid": _view(enough, starts[enough], stops - 2, stops - 2, max_len),
+        "test": _view(enough, starts[enough], stops - 1, stops - 1, max_len),
+    }
+
+
+def _next_by_row(store: Store, split: SplitConfig, max_len: int) -> dict[Part, View]:
+    starts, n = store.offsets[:-1], store.lengths
+    part = np.where(n >= 2, row_parts(len(n), split), 0)
+    rows = [np.flatnonzero(part == i) for i in range(3)]
+    views: dict[Part, View] = {"train": _train(rows[0], starts[rows[0]], n[rows[0]], max_len)}
+    for name, chosen in zip(PARTS[1:], rows[1:], strict=True):
+        last = starts[chosen] + n[chosen] - 1
+        views[name] = _view(chosen, starts[chosen], last, last, max_len)
+    return views
+
+
+def _next_by_time(store: Store, split: SplitConfig, max_len: int) -> dict[Part, View]:
+    name = _time_column(split, [f.name for f in store.schema.history if f.kind == "time"], "per-position")
+    times, starts, stops = store.position(name), store.offsets[:-1], store.offsets[1:]
+    _check_sorted(store, times, name)
+    cuts = _cuts(times, split)
+    before = [starts + _count_before(times, store.offsets, cut) for cut in cuts]
+    views: dict[Part, View] = {"train": _train(np.arange(len(starts)), starts, before[0] - starts, max_len)}
+    for part, at, until in (("valid", before[0], before[1]), ("test", before[1], stops)):
+        rows = np.flatnonzero(until > at)
+        views["valid" if part == "valid" else "test"] = _view(rows, starts[rows], at[rows], at[rows], max_len)
+    return views
+
+
+def _conversion(store: Store, split: SplitConfig, max_len: int) -> dict[Part, View]:
+    if split.kind == "time":
+        name = _time_column(split, [f.name for f in store.schema.context if f.kind == "time"], "per-sample")
+        times = store.context(name)
+        valid, test = _cuts(times, split)
+        part = (times >= valid).astype(np.int8) + (times >= test)
+    else:
+        part = row_parts(store.num_samples, split)
+    views: dict[Part, View] = {}
+    for i, name_of_part in enumerate(PARTS):
+        rows = np.flatnonzero(part == i)
+        views[name_of_part] = _view(rows, store.offsets[rows], store.offsets[rows + 1], np.full(len(rows), -1, np.int64), max_len)
+    return views
+
+
+def _train(rows: NDArray[np.int64], starts: NDArray[np.int64], events: NDArray[np.int64], max_len: int) -> View:
+    end = starts + np.maximum(events - 1, 0)
+    return _view(rows, starts, end, np.where(events >= 2, end, -1), max_len)
+
+
+def _view(rows: NDArray[np.int64], starts: NDArray[np.int64], end: NDArray[np.int64], following: NDArray[np.int64], max_len: int) -> View:
+    begin = np.maximum(starts, end - max_len)
+    return View(rows, begin, end, following, starts, int((begin - starts).sum()))
+
+
+def _uniform(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
+    # splitmix64's finaliser over a counter: any row can be computed alone, and the first rows do not change when rows are appended.
+    with np.errstate(over="ignore"):
+        z = numbers + np.uint64(1) + np.uint64((seed * 0x9E3779B97F4A7C15) % (1 << 64))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+        z = z ^ (z >> np.uint64(31))
+        for shift, factor in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
+            z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return (z >> np.uint64(11)) * 2.0**-53
+
+
+def _count_before(times: NDArray[np.int64], offsets: NDArray[np.int64], cut: int) -> NDArray[np.int64]:
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(times < cut)])
+    counts: NDArray[np.int64] = total[offsets[1:]] - total[offsets[:-1]]
+    return counts
+
+
+def _cuts(times: NDArray[np.int64], split: SplitConfig) -> tuple[int, int]:
+    shares = (1 - split.valid_share - split.test_share, 1 - split.test_share)
+    given = (split.time_valid, split.time_test)
+    if not len(times) and None in given:
+        raise problem(
+            "No times to find the cuts from", got="0 events", wanted="events", where="data.split", todo="give time_valid and time_test"
+        )
+    found = [int(np.quantile(times, s, method="higher")) if t is None else t for t, s in zip(given, shares, strict=True)]
+    if found[0] > found[1]:
+        got = f"time_valid {found[0]} after time_test {found[1]}"
+        raise problem(
+            "The cuts are in the wrong order", got=got, wanted="time_valid <= time_test", where="data.split", todo="give both, or neither"
+        )
+    return found[0], found[1]
+
+
+def _time_column(split: SplitConfig, names: list[str], what: str) -> str:
+    if split.column in names:
+        return str(split.column)
+    if split.column is not None or not names:
+        todo = "name one of these in data.split.column" if names else "prepare the store with a time feature, or use data.split.kind: row"
+        raise problem(f"No such {what} time feature", got=split.column, wanted=f"one of {names}", where="data.split.column", todo=todo)
+    return names[0]
+
+
+def _check_sorted(store: Store, times: NDArray[np.int64], name: str) -> None:
+    falls = np.flatnonzero(times[1:] < times[:-1]) + 1
+    starts = store.offsets[np.searchsorted(store.offsets, falls, side="right") - 1]
+    inside = falls[starts != falls]
+    if len(inside):
+        row = int(np.searchsorted(store.offsets, inside[0], side="right")) - 1
+        where = f"{store.path}, feature {name!r}, row {row}, position {inside[0] - store.offsets[row]}"
+        got = f"{times[inside[0] - 1]} then {times[inside[0]]}"
+        raise problem(
+            "Events are not in order of time",
+            got=got,
+            wanted="times that never fall",
+            where=where,
+            todo="split by the time that prepare sorted by",
+        )
+
+
+def _check(split: SplitConfig, task: str, max_len: int) -> None:
+    def refuse(what: str, got: Any, wanted: str, key: str, todo: str) -> None:
+        raise problem(what, got=got, wanted=wanted, where=key, todo=todo)
+
+    if max_len < 1:
+        refuse("Histories would be empty", max_len, "at least 1", "data.max_len", "give the number of newest events to keep")
+    if task not in ("next_item", "conversion"):
+        refuse("Unknown task", task, "next_item or conversion", "task", "choose one of them")
+    if split.kind not in ("leave_one_out", "time", "row"):
+        refuse("Unknown split", split.kind, "leave_one_out, time or row", "data.split.kind", "choose one of them")
+    if task == "conversion" and split.kind == "leave_one_out":
+        refuse(
+            "The split does not fit the task",
+            "leave_one_out with conversion",
+            "row or time",
+            "data.split.kind",
+            "set data.split.kind to row",
+        )
+    shares = (split.valid_share, split.test_share)
+    if min(shares) < 0 or sum(shares) > 1:
+        refuse("Shares out of range", shares, "at least 0 each, at most 1 together", "data.split", "mend valid_share and test_share")
