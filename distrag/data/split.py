@@ -175,7 +175,7 @@ def _uniform(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
         z = z ^ (z >> np.uint64(31))
         for shift, factor in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
             z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
-    return (z >> np.uint64(11)) * 2.0**-53
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _count_before(times: NDArray[np.int64], offsets: NDArray[np.int64], cut: int) -> NDArray[np.int64]:

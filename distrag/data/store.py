@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from distrag.data.schema import Schema, load_schema, meaning, named
 from distrag.problem import problem
@@ -174,7 +175,7 @@ def content_hash(
     for name, values in [("offsets", offsets), *sorted(columns.items())]:
         digest.update(f"{name}|{values.dtype.name}|{len(values)}|".encode())
         for chunk in _chunks(values):
-            digest.update(memoryview(np.ascontiguousarray(chunk)).cast("B"))
+            digest.update(chunk.tobytes())
     for name, array in sorted(vocabularies.items()):
         digest.update(f"{name}|{array.type}|{len(array)}|".encode())
         for part in _vocabulary_bytes(array):
@@ -191,18 +192,14 @@ def _chunks(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
         yield values[start : start + _CHUNK]
 
 
-def _vocabulary_bytes(array: pa.Array) -> Iterator[memoryview]:
-    if pa.types.is_large_string(array.type):
-        offsets = (
-            np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
-            if len(array)
-            else np.zeros(1, np.int64)
-        )
-        yield memoryview(np.diff(offsets)).cast("B")
-        if offsets[-1] > offsets[0]:
-            yield memoryview(array.buffers()[2])[offsets[0] : offsets[-1]]
-    else:
-        yield memoryview(np.ascontiguousarray(array.to_numpy())).cast("B")
+def _vocabulary_bytes(array: pa.Array) -> Iterator[bytes]:
+    for start in range(0, len(array), _CHUNK):
+        part = array.slice(start, _CHUNK)
+        if pa.types.is_large_string(array.type):
+            yield pc.binary_length(part).to_numpy().tobytes()
+            yield "".join(part.to_pylist()).encode()
+        else:
+            yield part.to_numpy().tobytes()
 
 
 def _check_size(path: Path, schema: Schema) -> None:
@@ -257,11 +254,11 @@ def _check_columns(path: Path, batch: pa.RecordBatch, schema: Schema) -> None:
 
 
 def _flat_names(schema: pa.Schema) -> list[str]:
-    names = []
+    names: list[str] = []
     for entry in schema:
         value = entry.type.value_type if pa.types.is_large_list(entry.type) else None
         if value is not None and pa.types.is_struct(value):
-            names += [f"{entry.name}:{value.field(i).name} ({value.field(i).type})" for i in range(value.num_fields)]
+            names.extend(f"{entry.name}:{value.field(i).name} ({value.field(i).type})" for i in range(value.num_fields))
         else:
             names.append(f"{entry.name} ({entry.type})")
     return names
