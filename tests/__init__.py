@@ -1,0 +1,1 @@
+"""The tests mirror the rooms; `ranks.py` starts real ranks for those that need more than one."""
