@@ -1,0 +1,25 @@
+"""The decorator of functions that numba compiles, and short names for the arrays they work on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Ints: TypeAlias = NDArray[np.integer[Any]]
+Floats: TypeAlias = NDArray[np.floating[Any]]
+Column: TypeAlias = NDArray[Any]
+"""One stored column: ids in the narrowest integer, numbers in float32, time in int64."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `function` compiled at its first call, kept on disk, and run without Python's global lock."""
+    return cast("Callable[P, R]", njit(cache=True, nogil=True)(function))
