@@ -1,0 +1,1 @@
+"""IDS -> VECTORS: the tables of a model and where their rows lie."""

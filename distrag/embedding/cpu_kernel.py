@@ -1,0 +1,126 @@
+"""FBGEMM's CPU table kernel, replaced by a faster one with the same arithmetic.
+
+FBGEMM's CPU backward costs about 0.8 us a looked-up row; sorting the ids once and updating each touched row once costs a fifth of
+that. The kernel works on FBGEMM's own weight and state memory, so sharding, checkpoints and learning rates stay the library's.
+CUDA tables keep FBGEMM's kernel; tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import nn
+
+from distrag.problem import problem
+
+SGD, ADAGRAD, ROWWISE_ADAGRAD = 0, 1, 2
+
+
+@njit(cache=True, nogil=True)
+def _flat_rows(indices: Any, offsets: Any, num_samples: int, row_base: Any, num_rows: Any, out: Any) -> int:
+    """Writes the row of each id in the concatenated tables; returns the first bad position, or -1."""
+    for feature in range(row_base.shape[0]):
+        for i in range(offsets[feature * num_samples], offsets[(feature + 1) * num_samples]):
+            if indices[i] < 0 or indices[i] >= num_rows[feature]:
+                return int(i)
+            out[i] = indices[i] + row_base[feature]
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def _update(weights: Any, state: Any, rows: Any, order: Any, grad: Any, lr: float, eps: float, kind: int) -> None:
+    n, dim = grad.shape
+    total = np.empty(dim, dtype=np.float32)
+    i = 0
+    while i < n:
+        row = rows[order[i]]
+        total[:] = grad[order[i], :]
+        i += 1
+        while i < n and rows[order[i]] == row:
+            total += grad[order[i], :]
+            i += 1
+        if kind == ROWWISE_ADAGRAD:
+            square = np.float32(0.0)
+            for d in range(dim):
+                square += total[d] * total[d]
+            state[row] += square / np.float32(dim)
+            factor = lr / (np.sqrt(state[row]) + eps)
+            for d in range(dim):
+                weights[row, d] -= factor * total[d]
+        elif kind == ADAGRAD:
+            for d in range(dim):
+                state[row * dim + d] += total[d] * total[d]
+                weights[row, d] -= lr * total[d] / (np.sqrt(state[row * dim + d]) + eps)
+        else:
+            for d in range(dim):
+                weights[row, d] -= lr * total[d]
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, kernel: _Kernel, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        rows = kernel.rows_of(indices, offsets)
+        ctx.kernel, ctx.rows = kernel, rows
+        return kernel.weights().index_select(0, torch.from_numpy(rows))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.kernel.update(ctx.rows, grads[0].contiguous().numpy())
+        return None, None, None, None
+
+
+class _Kernel:
+    """Stands in for the forward of one FBGEMM table group (`SplitTableBatchedEmbeddingBagsCodegen`)."""
+
+    def __init__(self, group: Any, kind: int) -> None:
+        self.group, self.kind = group, kind
+        specs = [(rows, dim) for rows, dim, _, _ in group.embedding_specs]
+        self.dim = int(specs[0][1])
+        sizes = np.array([rows for rows, _ in specs], dtype=np.int64)
+        bases = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        tables = np.array(group.feature_table_map)
+        self.row_base, self.num_rows = bases[tables].copy(), sizes[tables].copy()
+
+    def weights(self) -> torch.Tensor:
+        return self.group.weights_host.detach().view(-1, self.dim)  # type: ignore[no-any-return]
+
+    def rows_of(self, indices: torch.Tensor, offsets: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+        ids, starts = indices.numpy(), offsets.numpy()
+        rows = np.empty(len(ids), dtype=np.int64)
+        num_samples = (len(starts) - 1) // len(self.row_base)
+        bad = _flat_rows(ids, starts, num_samples, self.row_base, self.num_rows, rows)
+        if bad >= 0:
+            where = f"position {bad} of the lookup in tables {self.group.table_names}"
+            todo = "map raw ids with `distrag prepare`; run with --debug to name the sample"
+            raise problem("An id outside its table", got=int(ids[bad]), wanted="a row of the table", where=where, todo=todo)
+        return rows
+
+    def update(self, rows: np.ndarray[Any, Any], grad: np.ndarray[Any, Any]) -> None:
+        lr, eps = float(self.group.learning_rate_tensor), float(self.group.optimizer_args.eps)
+        state = self.group.momentum1_host.detach().view(-1).numpy() if self.kind != SGD else np.empty(0, dtype=np.float32)
+        _update(self.weights().numpy(), state, rows, np.argsort(rows), grad, np.float32(lr), np.float32(eps), self.kind)
+
+    def __call__(self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: None = None) -> torch.Tensor:
+        assert per_sample_weights is None, "sequence lookups carry no weights"
+        return _Lookup.apply(self.group.weights_host, self, indices, offsets)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def replace_cpu_kernels(module: nn.Module, optimizer: str) -> int:
+    """Gives every fused CPU table group under `module` the fast kernel; returns how many there were.
+
+    Args:
+        module: a sharded model.
+        optimizer: `sgd`, `adagrad` or `rowwise_adagrad`, as attached before sharding.
+    """
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+
+    kind = {"sgd": SGD, "adagrad": ADAGRAD, "rowwise_adagrad": ROWWISE_ADAGRAD}[optimizer]
+    # TorchRec keeps its lookups in a plain list, out of sight of modules()
+    lookups = [lookup for sharded in module.modules() for lookup in getattr(sharded, "_lookups", [])]
+    groups = [m for lookup in lookups for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen) and m.use_cpu]
+    for group in groups:
+        group.forward = _Kernel(group, kind)
+    return len(groups)

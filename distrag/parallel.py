@@ -1,0 +1,71 @@
+"""The only file that shards: a plain model in, a DistributedModelParallel out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import BoundsCheckMode, ShardingEnv, ShardingPlan
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from distrag.embedding.cpu_kernel import replace_cpu_kernels
+from distrag.embedding.plan import Placement, attach_table_optimizer, build_plan
+from distrag.embedding.config import TablesConfig
+from distrag.model import SequenceModel
+from distrag.world import World
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A model spread over the ranks.
+
+    Attributes:
+        model: the DistributedModelParallel; call it with a RaggedBatch.
+        plain: the module inside it, for `predict` and `query`.
+        dense: parameters of the dense part and of replicated tables, by name.
+    """
+
+    model: DistributedModelParallel
+    plain: SequenceModel
+    dense: dict[str, nn.Parameter]
+
+    def item_shards(self, table: str) -> list[tuple[int, int, torch.Tensor]]:
+        """Returns this rank's pieces of a table: (first row, first column, float32 `[rows, columns]`)."""
+        tables = self.plain.tables
+        if tables.replicated is not None and table in tables.replicated.embeddings:
+            return [(0, 0, tables.replicated.embeddings[table].weight.detach())]
+        for name, value in self.plain.tables.sharded.state_dict().items():
+            if name.split(".")[-2] == table:
+                return [(s.metadata.shard_offsets[0], s.metadata.shard_offsets[1], s.tensor.detach()) for s in value.local_shards()]
+        raise KeyError(table)
+
+
+def build_parallel(model: SequenceModel, placements: Sequence[Placement], world: World, tables: TablesConfig, table_lr: float) -> Parallel:
+    """Returns the model sharded by `placements`, its dense part under DDP.
+
+    Args:
+        model: the plain model on CPU, with real weights.
+        placements: from `embedding.plan.build_placements`.
+        world: the ranks.
+        tables: optimizer and kernel of sharded tables.
+        table_lr: learning rate of sharded tables.
+    """
+    plan = ShardingPlan(plan={})
+    device = world.device.type
+    if model.tables.sharded is not None:
+        attach_table_optimizer(model.tables.sharded, tables, table_lr, device)
+        plan = build_plan("tables.sharded", model.tables.sharded, placements, world.size, world.local_size, device)
+    # Out-of-range ids must raise: in the default mode they train another row without a word.
+    sharder = EmbeddingCollectionSharder(fused_params={"bounds_check_mode": BoundsCheckMode.FATAL})
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    dmp = DistributedModelParallel(model.to(world.device), env=env, device=world.device, plan=plan, sharders=[sharder])
+    if device == "cpu" and tables.cpu_kernel == "numba" and model.tables.sharded is not None:
+        replace_cpu_kernels(dmp, tables.optimizer)
+    dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
+    return Parallel(dmp, dmp.module, dense)

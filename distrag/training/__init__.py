@@ -1,0 +1,1 @@
+"""BATCHES -> A MODEL: the exact step, the loop around it and what it writes."""

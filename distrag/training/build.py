@@ -1,0 +1,124 @@
+"""From a config to everything a run needs: store, views, model, ranks. Training and evaluation start here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from distrag.batching.collate import Collate
+from distrag.config import RunConfig, choose
+from distrag.data.schema import Schema
+from distrag.data.split import View, build_views
+from distrag.data.store import Store, open_store
+from distrag.embedding.config import build_shardings
+from distrag.embedding.plan import Placement, build_placements, check_memory
+from distrag.embedding.tables import Tables
+from distrag.encoder import ENCODERS
+from distrag.model import Inputs, SequenceModel
+from distrag.parallel import Parallel, build_parallel
+from distrag.problem import problem
+from distrag.training.inputs import build_inputs, build_loss, build_specs
+from distrag.world import World
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything of a run before its first step.
+
+    Attributes:
+        config: the merged config.
+        world: the ranks.
+        store: the opened store.
+        views: train, valid and test.
+        inputs: what the model reads of a batch.
+        collate: turns sample numbers of a view into a batch.
+        placements: where each table lies.
+        parallel: the sharded model.
+        cost: (a, b, c) of the encoder: a*L + b*L^2 + c for one sequence.
+        normalize: items are ranked by cosine.
+    """
+
+    config: RunConfig
+    world: World
+    store: Store
+    views: dict[str, View]
+    inputs: Inputs
+    collate: Collate
+    placements: list[Placement]
+    parallel: Parallel
+    cost: tuple[float, float, float]
+    normalize: bool
+
+
+def agreed(world: World, build: Callable[[], _T]) -> _T:
+    """Returns what `build` gives; when it fails on any rank, every rank raises instead of waiting for that one."""
+    value, error = None, None
+    try:
+        value = build()
+    except Exception as caught:
+        error = caught
+    world.agree(error)
+    return value  # type: ignore[return-value]
+
+
+def build_job(config: RunConfig, world: World) -> Job:
+    """Returns the job of a config on these ranks.
+
+    Raises:
+        ValueError: the same on every rank, before any rank waits for another: bad store, features, sizes or combination.
+    """
+    limit = _memory_limit(config, world)
+    store, views, inputs, model, placements, collate, cost, normalize = agreed(world, lambda: _prepare(config, world.size, limit))
+    parallel = build_parallel(model, placements, world, config.tables, config.optim.table_lr)
+    return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize)
+
+
+def _prepare(config: RunConfig, world_size: int, limit_bytes: int) -> tuple[Any, ...]:
+    store = open_store(config.data.path)
+    _check_unknown(config, store.schema)
+    views = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len)  # type: ignore[arg-type]
+    inputs = build_inputs(config, store.schema)
+    loss = build_loss(config)
+    specs = build_specs(inputs, store.schema, loss.negatives != "none")
+    shardings = build_shardings(specs, config.tables)
+    _check_model(config, inputs, loss, shardings)
+    placements = build_placements(specs, shardings, config.model.dim, world_size, config.tables)
+    check_memory(placements, world_size, limit_bytes)
+    tables = Tables(specs, shardings, config.model.dim, init_std=config.tables.init_std, seed=config.train.seed)
+    kind, settings = choose(config.encoder, ENCODERS, "encoder")
+    torch.manual_seed(config.train.seed)  # the dense part starts equal on all ranks
+    encoder = kind(settings, config.model.dim, config.data.max_len)
+    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
+    model = SequenceModel(config.model, inputs, tables, encoder, loss, seed=config.train.seed, autocast=autocast)
+    collate = Collate(store, config.data, task=config.task, negatives=loss.negatives, num_negatives=loss.num_negatives, seed=config.train.seed, key_order=tables.key_order)
+    return store, dict(views), inputs, model, placements, collate, kind.cost(settings, config.model.dim), loss.normalize
+
+
+def _check_unknown(config: RunConfig, schema: Schema) -> None:
+    if config.data.on_unknown == "error":
+        for feature in (*schema.history, *schema.context):
+            if feature.num_unknown:
+                todo = "mend the source, prepare again with --on_unknown error to see where, or set --data.on_unknown=count"
+                raise problem("The store holds unknown ids", got=feature.num_unknown, wanted=0, where=f"feature {feature.name!r}", todo=todo)
+
+
+def _check_model(config: RunConfig, inputs: Inputs, loss: Any, shardings: dict[str, str]) -> None:
+    kind = ENCODERS.get(config.encoder.name)  # type: ignore[attr-defined]
+    if kind is not None and config.task == "next_item" and not kind.causal:
+        got = f"{config.encoder.name} with next_item"  # type: ignore[attr-defined]
+        wanted = [name for name, other in ENCODERS.items() if other.causal]
+        raise problem("An encoder that sees the future would read its own targets", got=got, wanted=wanted, where="encoder.name", todo="choose one of these, such as sasrec")
+    if loss.needs_table and shardings.get(inputs.target_table) != "replicated":
+        todo = f"set --tables.shard_rows above {inputs.num_items}, or use --loss.name=sampled_softmax"
+        raise problem("full_softmax needs the whole item table on each rank", got=shardings.get(inputs.target_table), wanted="replicated", where=f"table {inputs.target_table!r}", todo=todo)
+
+
+def _memory_limit(config: RunConfig, world: World) -> int:
+    if config.tables.max_gib_per_rank > 0:
+        return int(config.tables.max_gib_per_rank * 2**30)
+    return world.free_bytes() // (1 if world.device.type == "cuda" else max(1, world.local_size))

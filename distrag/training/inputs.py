@@ -1,0 +1,92 @@
+"""What the model reads and learns from, chosen by the config out of a store's schema; needs no process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distrag.config import RunConfig, choose
+from distrag.data.schema import Feature, Schema
+from distrag.embedding.config import TableSpec
+from distrag.loss import LOSSES
+from distrag.model import Inputs
+from distrag.problem import problem
+
+
+def build_loss(config: RunConfig) -> Any:
+    """Returns the loss module the config names; the task chooses one when it names none.
+
+    Raises:
+        ValueError: an unknown loss, or one of another task.
+    """
+    section = config.loss
+    default = "binary" if config.task == "conversion" else "sampled_softmax"
+    name = section.name or default
+    if config.task == "conversion" and name == "bce":
+        name = "binary"  # binary cross-entropy means the label here, the sampled negatives there
+    kind, settings = choose(type(section)(**{**vars(section), "name": name}), LOSSES, "loss")
+    if kind.task != config.task:
+        fitting = [key for key, other in LOSSES.items() if other.task == config.task]
+        raise problem("The loss does not fit the task", got=f"{name} with {config.task}", wanted=fitting, where="loss.name", todo="choose one of these")
+    return kind(settings)
+
+
+def build_inputs(config: RunConfig, schema: Schema) -> Inputs:
+    """Returns what the model reads, chosen by `data.history`, `data.context` and `data.target` out of the schema."""
+    history, context = choose_features(config.data.history, schema.history, "history"), choose_features(config.data.context, schema.context, "context")
+    keys = tuple(_key(f) for f in history if _key(f))
+    common: dict[str, Any] = {
+        "task": config.task,
+        "history_keys": keys,
+        "num_numbers": sum(f.kind == "number" or (f.kind == "time" and f.gap == "log") for f in history),
+        "context_keys": tuple(f.name for f in context if f.kind == "id"),
+        "num_context": sum(f.kind == "number" for f in context),
+    }
+    if not keys and not common["num_numbers"]:
+        raise problem("The model would read nothing", got=[f.name for f in history], wanted="at least one id or number", where="data.history", todo="name features")
+    if config.task == "conversion":
+        if schema.label is None:
+            raise problem("The store has no labels", got="none", wanted="a label column", where=config.data.path, todo="name it in the schema of `distrag prepare`")
+        return Inputs(**common)
+    ids = [f for f in history if f.kind == "id"]
+    name = config.data.target or (ids[0].name if ids else "")
+    feature = next((f for f in ids if f.name == name), None)
+    if feature is None or feature.table is None:
+        got = name or "nothing"
+        raise problem("next_item predicts an id feature of the history", got=got, wanted=[f.name for f in ids], where="data.target", todo="name one of these")
+    return Inputs(**common, target=name, target_table=feature.table, num_items=schema.table(feature.table).num_rows)
+
+
+def choose_features(names: list[str] | None, features: tuple[Feature, ...], where: str) -> list[Feature]:
+    """Returns the named features in the asked order, or all of them.
+
+    Raises:
+        ValueError: a name the store does not have.
+    """
+    if names is None:
+        return list(features)
+    known = {feature.name: feature for feature in features}
+    for name in names:
+        if name not in known:
+            raise problem("The store has no such feature", got=name, wanted=sorted(known), where=f"data.{where}", todo="name one of these")
+    return [known[name] for name in names]
+
+
+def _key(feature: Feature) -> str:
+    """Returns the KJT key of a per-position feature, or '' when it is a number."""
+    if feature.kind == "id":
+        return feature.name
+    return f"{feature.name}:gap" if feature.kind == "time" and feature.gap == "bucket" else ""
+
+
+def build_specs(inputs: Inputs, schema: Schema, negatives: bool) -> list[TableSpec]:
+    """Returns the tables that the model looks up, each with all keys that read it."""
+    keys = [*inputs.history_keys, *inputs.context_keys]
+    table_of = {feature: table.name for table in schema.tables for feature in table.features}
+    if inputs.target:
+        extra = [f"{inputs.target}:next", *([f"{inputs.target}:negative"] if negatives else [])]
+        keys += extra
+        table_of.update(dict.fromkeys(extra, inputs.target_table))
+    used: dict[str, list[str]] = {}
+    for key in keys:
+        used.setdefault(table_of[key], []).append(key)
+    return [TableSpec(name, schema.table(name).num_rows, tuple(its)) for name, its in used.items()]

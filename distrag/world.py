@@ -1,0 +1,166 @@
+"""The world of ranks: who am I, where is my device, and the few collectives that rooms are given.
+
+One process is a world of size 1: a process group always exists, over an in-memory store when torchrun did not start us.
+This is the only file that reads the environment.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distrag.problem import problem
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among all ranks.
+
+    Attributes:
+        rank: number of this process, 0-based.
+        size: number of processes (`W`).
+        local_rank: number of this process on its host.
+        local_size: number of processes on its host.
+        device: where this rank computes.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    def free_bytes(self) -> int:
+        """Returns how many bytes the device (its host, on CPU) has free; the smallest answer of all ranks."""
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            free = _available_bytes()
+        return -int(self.all_reduce_max(torch.tensor(-free, device=self.device)))
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of `value` over all ranks, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(value, dist.ReduceOp.SUM)
+        return value
+
+    def all_reduce_max(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the elementwise maximum of `value` over all ranks, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value
+
+    def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Returns every rank's `value` (equal shapes) in rank order."""
+        if self.size == 1:
+            return [value]
+        out = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(out, value.contiguous())
+        return out
+
+    def all_gather_uneven(self, value: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+        """Returns every rank's `value` in rank order, where rank r holds `sizes[r]` rows.
+
+        Args:
+            value: `[sizes[rank], ...]`, this rank's rows.
+            sizes: rows of each rank; the same list on every rank (the plan knows it).
+        """
+        most = max(sizes)
+        padded = value.new_zeros((most, *value.shape[1:]))
+        padded[: value.shape[0]] = value
+        return [part[:size] for part, size in zip(self.all_gather(padded), sizes, strict=True)]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every rank's picklable `value` in rank order."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value)
+        return out
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns rank 0's picklable `value` on every rank."""
+        return self.all_gather_object(value)[0] if self.size > 1 else value
+
+    def barrier(self) -> None:
+        """Returns once every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def agree(self, error: Exception | None) -> None:
+        """Raises on every rank when any rank has an error, so that no rank waits for one that left.
+
+        Raises:
+            ValueError: this rank's own error, or the first other rank's, with its rank named.
+        """
+        errors = self.all_gather_object(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(errors):
+            if text is not None:
+                raise ValueError(f"rank {rank}: {text}")
+
+
+def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
+    """Returns this rank's World, starting the process group unless one runs already.
+
+    Args:
+        device: `auto` (CUDA where there is one), `cpu` or `cuda`.
+        timeout_s: how long a collective may wait for the other ranks, in seconds.
+
+    Raises:
+        ValueError: CUDA was asked for and there is none, or there are fewer GPUs than local ranks.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    chosen = _device(device, local_rank)
+    torch.set_flush_denormal(True)  # subnormals cost up to 5.8x in long GRUs
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return World(rank, size, rank, size, chosen)
+    # The object collectives travel on gloo, tensors on nccl where the device is a GPU.
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    limit = datetime.timedelta(seconds=timeout_s)
+    if "MASTER_ADDR" in os.environ and size > 1:
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        rank, size, local_rank, local_size = 0, 1, 0, 1
+    return World(rank, size, local_rank, local_size, chosen)
+
+
+def _available_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # counts page cache as free, which sysconf does not
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise problem(
+            "No GPU for this rank",
+            got=f"{count} GPUs, local rank {local_rank}",
+            wanted="a GPU for each local rank",
+            where="train.device",
+            todo="start as many processes as there are GPUs, or set --train.device=cpu",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def end_world(world: World) -> None:
+    """Ends the process group after a last barrier; without it good runs can end in SIGABRT."""
+    if dist.is_initialized():
+        world.barrier()
+        dist.destroy_process_group()
