@@ -48,8 +48,9 @@ class _Outcome:
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
     """Returns what `fn(*args)` returned on each of `world_size` gloo ranks, in rank order.
 
-    The ranks are forks of this process, so `fn` may be a closure and `args` need no pickling; only results are pickled. `fn` finds the default
-    process group started, one torch thread, and RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set as torchrun sets them.
+    The ranks are forks of this process, so `fn` may be a closure and `args` need no pickling; only results are pickled.
+    `fn` finds the default process group started, one torch thread, and RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set
+    as torchrun sets them.
 
     Args:
         fn: what every rank runs.
@@ -60,8 +61,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     Raises:
         RankError: a rank raised (with its traceback), died (with the signal or exit code), or hung (with its stack).
     """
-    import torch.distributed.optim  # once here instead of seconds in every fork
-    import torchrec.distributed.model_parallel  # noqa: F401
+    import torchrec.distributed.model_parallel  # noqa: F401 - once here instead of seconds in every fork
 
     torch.set_num_threads(1)  # a fork does not inherit the threads of a pool that has started
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,9 @@ def _start(number: int, world_size: int, folder: Path, timeout_s: float, fn: Cal
     return _Rank(number, process, ours, stack)
 
 
-def _child(number: int, world_size: int, folder: Path, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+def _child(
+    number: int, world_size: int, folder: Path, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection
+) -> None:
     os.setpgid(0, 0)  # so that whatever `fn` starts ends with the rank
     with (folder / f"stack-{number}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -138,7 +140,7 @@ def _describe_failure(outcomes: list[_Outcome], waiting: dict[Connection, _Rank]
         outcomes.append(_read(waiting.pop(pipe)))  # type: ignore[call-overload]
     first, *others = sorted((outcome for outcome in outcomes if not outcome.good), key=lambda outcome: outcome.at_s)
     lines = [f"rank {first.number} of {world_size} {first.answer}"]
-    lines += [f"after it rank {other.number}: {other.answer.splitlines()[-1]}" for other in others]
+    lines += [f"after it rank {other.number}: {other.answer.strip().splitlines()[-1]}" for other in others]
     return "\n".join(lines)
 
 

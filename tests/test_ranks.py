@@ -105,7 +105,9 @@ def _train_sharded() -> tuple[int, int]:
     _apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.1})
     sharder = EmbeddingCollectionSharder()
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    plan = construct_module_sharding_plan(tables, {"item": row_wise(compute_kernel="fused")}, sharder, local_size=2, world_size=2, device_type="cpu")
+    plan = construct_module_sharding_plan(
+        tables, {"item": row_wise(compute_kernel="fused")}, sharder, local_size=2, world_size=2, device_type="cpu"
+    )
     model = DistributedModelParallel(tables, env=env, device=torch.device("cpu"), plan=ShardingPlan({"": plan}), sharders=[sharder])
     ids = KeyedJaggedTensor(keys=["item"], values=torch.tensor([1, 5]), lengths=torch.tensor([0, 2]))
     vectors = model(ids)["item"].values()
