@@ -37,9 +37,17 @@ say "train: $procs process(es) on $accelerator -> $run"
 torchrun --standalone --nproc-per-node "$procs" -m distrag train --config configs/quickstart.yaml \
     --data.path "$store" --train.run_dir "$run" "$@"
 
-say 'evaluate: the best checkpoint, and ranking by popularity (the floor), on the test split'
-distrag evaluate --run "$run" --json
-distrag evaluate --popularity train --data "$store" --json
+say 'evaluate: the best checkpoint on the test split, beside ranking by popularity (the floor)'
+distrag evaluate "$run" --json >"$run/test.json"
+distrag evaluate --popularity train --data "$store" --json >"$run/popularity.json"
+python - "$run" <<'PY'
+import json, pathlib, sys
+
+model, floor = (json.loads(pathlib.Path(sys.argv[1], name).read_text()) for name in ("test.json", "popularity.json"))
+print(f"{'test':10} {'model':>10} {'popularity':>10} {'ratio':>7}")
+for key in (key for key in model if "@" in key and key in floor):
+    print(f"{key:10} {model[key]:10.4f} {floor[key]:10.4f} {model[key] / floor[key]:7.2f}")
+PY
 
 say "report: $run"
 distrag report "$run"
