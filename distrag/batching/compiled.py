@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
-import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Ints: TypeAlias = NDArray[np.integer[Any]]
-Floats: TypeAlias = NDArray[np.floating[Any]]
+# Wider than they read: what a compiled function returns has whatever integer type its body gave it, which mypy cannot follow.
+Ints: TypeAlias = NDArray[Any]
+Floats: TypeAlias = NDArray[Any]
 Column: TypeAlias = NDArray[Any]
 """One stored column: ids in the narrowest integer, numbers in float32, time in int64."""
 

@@ -246,7 +246,7 @@ def walk(
     heap, room, count = np.empty(world_size, np.int64), np.empty(world_size, np.int64), np.empty(world_size, np.int64)
     load = np.empty(world_size, np.float64)
     alone = world_size == 1 and budget <= max_tokens and limit <= max_samples
-    tokens_left, shortest = np.int64(0), NO_CAP
+    tokens_left, shortest = 0, NO_CAP
     for i in range(n):
         tokens_left += lengths[i]
         shortest = min(shortest, lengths[i])

@@ -1,0 +1,25 @@
+"""The section `batching` of a run's config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """How much a step holds, and how far the loader works ahead.
+
+    Args:
+        max_tokens: most history positions of one rank in a step, at least data.max_len; a global step holds up to world size times as many.
+        global_tokens: most history positions of a global step, whatever the world size; then the loss curve does not depend on the number
+            of ranks. Replaces max_tokens.
+        max_samples: most samples of one rank in a step; otherwise as many as its tokens.
+        bucket_steps: global steps that share one pool sorted by length; 1 is a pure shuffle, more packs like lengths together.
+        prefetch: batches built ahead by a thread; 0 builds each when it is asked for.
+    """
+
+    max_tokens: int | None = 4096
+    global_tokens: int | None = None
+    max_samples: int | None = None
+    bucket_steps: int = 1
+    prefetch: int = 2
