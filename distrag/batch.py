@@ -120,7 +120,11 @@ def _check_lengths(batch: RaggedBatch) -> None:
     dummies = batch.samples < 0
     if bool((batch.weights[dummies] != 0).any()) or bool((lengths[dummies] != 0).any()):
         raise problem(
-            "A dummy sample carries weight or positions", got=batch.weights[dummies].tolist(), wanted=0, where="RaggedBatch.weights", todo=_BUILD
+            "A dummy sample carries weight or positions",
+            got=batch.weights[dummies].tolist(),
+            wanted=0,
+            where="RaggedBatch.weights",
+            todo=_BUILD,
         )
 
 
@@ -152,4 +156,6 @@ def _check_ids(batch: RaggedBatch, table_rows: Mapping[str, int]) -> None:
             sample = int(torch.searchsorted(lengths.cumsum(0), bad[0], right=True))
             where = f"key {key!r}, sample {int(batch.samples[sample])}, positions {bad[:10].tolist()} of the batch"
             todo = "map raw ids with `distrag prepare`; tables never see a raw id"
-            raise problem("Ids outside their table", got=values[bad[:10]].tolist(), wanted=f"0 .. {rows - 1 if rows else 0}", where=where, todo=todo)
+            raise problem(
+                "Ids outside their table", got=values[bad[:10]].tolist(), wanted=f"0 .. {rows - 1 if rows else 0}", where=where, todo=todo
+            )

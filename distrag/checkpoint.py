@@ -68,7 +68,9 @@ def find_checkpoint(path: Path) -> Path:
     for candidate in (path, path.with_name(path.name + ".old")):
         if (candidate / _EXTRA).exists():
             return candidate
-    raise problem("No whole checkpoint", got="none", wanted=f"a folder with {_EXTRA}", where=path, todo="train the run to its first evaluation")
+    raise problem(
+        "No whole checkpoint", got="none", wanted=f"a folder with {_EXTRA}", where=path, todo="train the run to its first evaluation"
+    )
 
 
 def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, world: World) -> dict[str, Any]:

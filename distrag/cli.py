@@ -95,7 +95,9 @@ def _evaluate(words: list[str]) -> None:
     parser = _parser("evaluate")
     parser.add_argument("run", nargs="?", help="a run directory")
     parser.add_argument("--part", choices=("valid", "test"), default="test")
-    parser.add_argument("--popularity", choices=("all", "train"), help="rank by popularity instead of by a model: counted over all events, or train only")
+    parser.add_argument(
+        "--popularity", choices=("all", "train"), help="rank by popularity instead of by a model: counted over all events, or train only"
+    )
     parser.add_argument("--data", help="the store, with --popularity; otherwise the run's own")
     parser.add_argument("--ks", type=int, nargs="+", default=[5, 10, 20], help="cut-offs, with --popularity")
     parser.add_argument("--json", action="store_true")
@@ -110,7 +112,13 @@ def _evaluate(words: list[str]) -> None:
         metrics, rank = evaluate_run(args.run, args.part, args.data)
     else:
         wanted = "`distrag evaluate RUN` or `distrag evaluate --popularity all --data STORE`"
-        raise problem("Nothing to evaluate", got=" ".join(words) or "no arguments", wanted=wanted, where="the command line", todo="give one of the two")
+        raise problem(
+            "Nothing to evaluate",
+            got=" ".join(words) or "no arguments",
+            wanted=wanted,
+            where="the command line",
+            todo="give one of the two",
+        )
     if rank == 0:
         rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in metrics.items()}
         print(json.dumps(rounded) if args.json else "\n".join(f"{key:24} {value}" for key, value in rounded.items()))

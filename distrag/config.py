@@ -164,7 +164,8 @@ def read_config(args: Sequence[str] | Mapping[str, Any] | RunConfig) -> RunConfi
         words = [str(word) for word in args]
         _check_words(words)
         parsed = _parse(parser, lambda: parser.parse_args(words))
-    config: RunConfig = RunConfig(**{f.name: parser.instantiate_classes(parsed)[f.name] for f in dataclasses.fields(RunConfig)})
+    made = parser.instantiate(parsed)
+    config: RunConfig = RunConfig(**{f.name: made[f.name] for f in dataclasses.fields(RunConfig)})
     return check_config(config)
 
 
@@ -175,14 +176,18 @@ def _parse(parser: ArgumentParser, parse: Any) -> Namespace:
         if isinstance(error, ValueError):
             raise
         todo = "mend the value; `distrag train --help` lists every key with its type"
-        raise problem("The config cannot be read", got=str(error).strip(), wanted="values of the documented types", where="config", todo=todo) from None
+        raise problem(
+            "The config cannot be read", got=str(error).strip(), wanted="values of the documented types", where="config", todo=todo
+        ) from None
 
 
 def _check_words(words: Sequence[str]) -> None:
     keys = [word[2:].split("=")[0] for word in words if word.startswith("--")]
     check_keys([key for key in keys if key not in ("config", "help", "print_config")], "the command line")
     for i, word in enumerate(words):
-        path = word.split("=", 1)[1] if word.startswith("--config=") else words[i + 1] if word == "--config" and i + 1 < len(words) else None
+        path = (
+            word.split("=", 1)[1] if word.startswith("--config=") else words[i + 1] if word == "--config" and i + 1 < len(words) else None
+        )
         if path is not None:
             check_keys(_dotted(read_yaml(path)), path)
 
@@ -196,11 +201,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise problem("The config file cannot be read", got=error, wanted="a YAML file", where=path, todo="mend the path or the file") from None
+        raise problem(
+            "The config file cannot be read", got=error, wanted="a YAML file", where=path, todo="mend the path or the file"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise problem("The config file is no mapping", got=type(content).__name__, wanted="section: {key: value}", where=path, todo="see configs/")
+        raise problem(
+            "The config file is no mapping", got=type(content).__name__, wanted="section: {key: value}", where=path, todo="see configs/"
+        )
     return content
 
 
@@ -215,11 +224,22 @@ def check_keys(keys: Sequence[str], where: str) -> None:
     for key in keys:
         if key in known or key in sections or any(key.startswith(f"{open_key}.") for open_key in ("tables.per_table",)):
             continue
-        last = {name.rsplit(".", 1)[-1]: name for name in known}
-        near = difflib.get_close_matches(key, [*known, *sections], 1, 0.5)
-        near = near or [last[name] for name in difflib.get_close_matches(key.rsplit(".", 1)[-1], list(last), 1, 0.5)]
-        wanted = f"did you mean {near[0]!r}?" if near else f"a key of {sorted(sections)}"
-        raise problem("An unknown config key", got=key, wanted=wanted, where=where, todo="correct the key; `distrag train --help` lists them all")
+        near = _nearest(key, [*known, *sections])
+        wanted = f"did you mean {near!r}?" if near else f"a key of {sorted(sections)}"
+        raise problem(
+            "An unknown config key", got=key, wanted=wanted, where=where, todo="correct the key; `distrag train --help` lists them all"
+        )
+
+
+def _nearest(key: str, names: Sequence[str]) -> str:
+    """Returns the name most like `key`, as a whole or in its last word; '' when none is."""
+
+    def likeness(name: str) -> float:
+        ends = (key.rsplit(".", 1)[-1], name.rsplit(".", 1)[-1])
+        return max(difflib.SequenceMatcher(None, key, name).ratio(), 0.99 * difflib.SequenceMatcher(None, *ends).ratio())
+
+    best = max(names, key=likeness)
+    return best if likeness(best) >= 0.5 else ""
 
 
 def _dotted(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -255,7 +275,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "tables.replicated_optimizer": ("adam", "adagrad", "sgd"),
 }
 _POSITIVE = ("model.dim", "optim.lr", "train.log_every", "data.max_len", "train.timeout_s")
-_NOT_NEGATIVE = ("train.num_epochs", "train.max_steps", "train.eval_every", "train.patience", "optim.warmup_steps", "optim.clip_norm", "optim.table_lr")
+_NOT_NEGATIVE = (
+    "train.num_epochs",
+    "train.max_steps",
+    "train.eval_every",
+    "train.patience",
+    "optim.warmup_steps",
+    "optim.clip_norm",
+    "optim.table_lr",
+)
 
 
 def check_config(config: RunConfig) -> RunConfig:
@@ -282,7 +310,9 @@ def _check_budget(config: RunConfig) -> None:
     if budget is not None and budget < config.data.max_len:
         where = "batching.global_tokens" if batching.global_tokens else "batching.max_tokens"
         todo = f"raise --{where} or lower --data.max_len, so that every sequence fits"
-        raise problem("The token budget is smaller than one sequence", got=budget, wanted=f"at least {config.data.max_len}", where=where, todo=todo)
+        raise problem(
+            "The token budget is smaller than one sequence", got=budget, wanted=f"at least {config.data.max_len}", where=where, todo=todo
+        )
 
 
 def _get(config: Any, key: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,15 @@ class SequenceModel(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, inputs: Inputs, tables: Tables, encoder: Any, loss: Any, *, seed: int = 0, autocast: torch.dtype | None = None
+        self,
+        config: ModelConfig,
+        inputs: Inputs,
+        tables: Tables,
+        encoder: Any,
+        loss: Any,
+        *,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         D = config.dim
@@ -163,7 +172,8 @@ class SequenceModel(nn.Module):
         key = f"{self.inputs.target}:negative"
         ids, found = batch.ids[key].values(), vectors[key]
         if self.loss.negatives == "per_position":
-            P, N = batch.num_tokens, self.loss.num_negatives
+            P = batch.num_tokens
+            N = len(ids) // P if P else 1
             return ids.view(P, N), found.view(P, N, found.shape[1])
         return ids, found
 
@@ -174,6 +184,6 @@ class SequenceModel(nn.Module):
 
 def _mlp(widths: list[int]) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(widths)):
         layers += [nn.ReLU()] * (i > 0) + [nn.Linear(a, b)]
     return nn.Sequential(*layers)

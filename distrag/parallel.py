@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,17 +57,31 @@ def build_parallel(model: SequenceModel, placements: Sequence[Placement], world:
         tables: optimizer and kernel of sharded tables.
         table_lr: learning rate of sharded tables.
     """
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of TorchRec's own use of it, once a rank
     plan = ShardingPlan(plan={})
     device = world.device.type
     if model.tables.sharded is not None:
         attach_table_optimizer(model.tables.sharded, tables, table_lr, device)
         plan = build_plan("tables.sharded", model.tables.sharded, placements, world.size, world.local_size, device)
-    # Out-of-range ids must raise: in the default mode they train another row without a word.
-    sharder = EmbeddingCollectionSharder(fused_params={"bounds_check_mode": BoundsCheckMode.FATAL})
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    dmp = DistributedModelParallel(model.to(world.device), env=env, device=world.device, plan=plan, sharders=[sharder])
+    dmp = distribute(model.to(world.device), plan, world.device)
     if device == "cpu" and tables.cpu_kernel == "numba" and model.tables.sharded is not None:
         replace_cpu_kernels(dmp, tables.optimizer)
     dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     return Parallel(dmp, dmp.module, dense)
+
+
+def distribute(model: nn.Module, plan: ShardingPlan, device: torch.device) -> DistributedModelParallel:
+    """Returns `model` with the planned tables sharded over the default process group and the rest under DDP.
+
+    Args:
+        model: the plain module, on `device`.
+        plan: from `embedding.plan.build_plan`; what it does not name stays replicated.
+        device: where this rank computes.
+    """
+    # Out-of-range ids must raise: in the default mode they train another row without a word.
+    sharder = EmbeddingCollectionSharder(fused_params={"bounds_check_mode": BoundsCheckMode.FATAL})
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)  # TorchRec's call, not ours
+        return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=[sharder])

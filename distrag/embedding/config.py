@@ -66,7 +66,13 @@ def build_shardings(specs: Sequence[TableSpec], config: TablesConfig) -> dict[st
     if "column_wise" in chosen.values() and config.optimizer == "rowwise_adagrad":
         todo = "set --tables.optimizer=adagrad, or --tables.sharding=row_wise"
         where = ", ".join(name for name, kind in chosen.items() if kind == "column_wise")
-        raise _refuse("column_wise keeps one row-wise Adagrad state per shard, which is other mathematics than one process", where, "exact", where, todo)
+        raise _refuse(
+            "column_wise keeps one row-wise Adagrad state per shard, which is other mathematics than one process",
+            where,
+            "exact",
+            where,
+            todo,
+        )
     return chosen
 
 

@@ -33,10 +33,13 @@ class Placement:
 
     def __str__(self) -> str:
         where = f"ranks {self.ranks[0]}-{self.ranks[-1]}" if len(self.ranks) > 1 else f"rank {self.ranks[0]}"
-        return f"{self.table}: {self.num_rows} x {self.dim}, {self.sharding} on {where}, {self.bytes_per_rank / 2**20:.1f} MiB a rank with optimizer state"
+        size = f"{self.bytes_per_rank / 2**20:.1f} MiB a rank with optimizer state"
+        return f"{self.table}: {self.num_rows} x {self.dim}, {self.sharding} on {where}, {size}"
 
 
-def build_placements(specs: Sequence[TableSpec], shardings: dict[str, str], dim: int, world_size: int, config: TablesConfig) -> list[Placement]:
+def build_placements(
+    specs: Sequence[TableSpec], shardings: dict[str, str], dim: int, world_size: int, config: TablesConfig
+) -> list[Placement]:
     """Returns where every table lies for `world_size` ranks; needs no process group.
 
     table_wise tables go, largest first, to the rank that holds the fewest bytes so far.
@@ -85,7 +88,9 @@ def check_memory(placements: Sequence[Placement], world_size: int, limit_bytes: 
     )
 
 
-def build_plan(module_path: str, collection: EmbeddingCollection, placements: Sequence[Placement], world_size: int, local_size: int, device: str) -> ShardingPlan:
+def build_plan(
+    module_path: str, collection: EmbeddingCollection, placements: Sequence[Placement], world_size: int, local_size: int, device: str
+) -> ShardingPlan:
     """Returns TorchRec's plan for the sharded collection.
 
     Args:
@@ -127,6 +132,12 @@ def attach_table_optimizer(collection: nn.Module, config: TablesConfig, lr: floa
     allowed = FUSED_OPTIMIZERS if device == "cpu" else tuple(optimizers)
     if config.optimizer not in allowed:
         todo = "choose one of these, or replicate the table (tables.per_table) to train it with Adam"
-        raise problem("No such fused optimizer on this device", got=f"{config.optimizer} on {device}", wanted=allowed, where="tables.optimizer", todo=todo)
+        raise problem(
+            "No such fused optimizer on this device",
+            got=f"{config.optimizer} on {device}",
+            wanted=allowed,
+            where="tables.optimizer",
+            todo=todo,
+        )
     kind, arguments = optimizers[config.optimizer]
     apply_optimizer_in_backward(kind, collection.parameters(), arguments)

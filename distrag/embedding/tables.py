@@ -11,6 +11,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from distrag.embedding.config import TableSpec
 
+
 class Tables(nn.Module):
     """All tables of a model: one lookup for the sharded ones, one for the replicated ones.
 

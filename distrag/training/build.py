@@ -95,7 +95,15 @@ def _prepare(config: RunConfig, world_size: int, limit_bytes: int) -> tuple[Any,
     encoder = kind(settings, config.model.dim, config.data.max_len)
     autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     model = SequenceModel(config.model, inputs, tables, encoder, loss, seed=config.train.seed, autocast=autocast)
-    collate = Collate(store, config.data, task=config.task, negatives=loss.negatives, num_negatives=loss.num_negatives, seed=config.train.seed, key_order=tables.key_order)
+    collate = Collate(
+        store,
+        config.data,
+        task=config.task,
+        negatives=loss.negatives,
+        num_negatives=loss.num_negatives,
+        seed=config.train.seed,
+        key_order=tables.key_order,
+    )
     return store, dict(views), inputs, model, placements, collate, kind.cost(settings, config.model.dim), loss.normalize
 
 
@@ -104,7 +112,9 @@ def _check_unknown(config: RunConfig, schema: Schema) -> None:
         for feature in (*schema.history, *schema.context):
             if feature.num_unknown:
                 todo = "mend the source, prepare again with --on_unknown error to see where, or set --data.on_unknown=count"
-                raise problem("The store holds unknown ids", got=feature.num_unknown, wanted=0, where=f"feature {feature.name!r}", todo=todo)
+                raise problem(
+                    "The store holds unknown ids", got=feature.num_unknown, wanted=0, where=f"feature {feature.name!r}", todo=todo
+                )
 
 
 def _check_model(config: RunConfig, inputs: Inputs, loss: Any, shardings: dict[str, str]) -> None:
@@ -112,10 +122,22 @@ def _check_model(config: RunConfig, inputs: Inputs, loss: Any, shardings: dict[s
     if kind is not None and config.task == "next_item" and not kind.causal:
         got = f"{config.encoder.name} with next_item"  # type: ignore[attr-defined]
         wanted = [name for name, other in ENCODERS.items() if other.causal]
-        raise problem("An encoder that sees the future would read its own targets", got=got, wanted=wanted, where="encoder.name", todo="choose one of these, such as sasrec")
+        raise problem(
+            "An encoder that sees the future would read its own targets",
+            got=got,
+            wanted=wanted,
+            where="encoder.name",
+            todo="choose one of these, such as sasrec",
+        )
     if loss.needs_table and shardings.get(inputs.target_table) != "replicated":
         todo = f"set --tables.shard_rows above {inputs.num_items}, or use --loss.name=sampled_softmax"
-        raise problem("full_softmax needs the whole item table on each rank", got=shardings.get(inputs.target_table), wanted="replicated", where=f"table {inputs.target_table!r}", todo=todo)
+        raise problem(
+            "full_softmax needs the whole item table on each rank",
+            got=shardings.get(inputs.target_table),
+            wanted="replicated",
+            where=f"table {inputs.target_table!r}",
+            todo=todo,
+        )
 
 
 def _memory_limit(config: RunConfig, world: World) -> int:

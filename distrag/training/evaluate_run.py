@@ -26,7 +26,9 @@ def evaluate_run(run_dir: str, part: str = "test", data: str | None = None) -> t
     """
     path = Path(run_dir) / "config.yaml"
     if not path.exists():
-        raise problem("No run in this folder", got="no config.yaml", wanted="a folder that `distrag train` wrote", where=run_dir, todo="mend the path")
+        raise problem(
+            "No run in this folder", got="no config.yaml", wanted="a folder that `distrag train` wrote", where=run_dir, todo="mend the path"
+        )
     config = read_config(["--config", str(path), *([f"--data.path={data}"] if data else [])])
     world = start_world(config.train.device, timeout_s=config.train.timeout_s)
     try:

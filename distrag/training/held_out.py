@@ -64,7 +64,9 @@ def _classify(job: Job, part: str) -> Metrics:
     evaluator = BinaryEvaluator(job.world)
     groups = job.store.key
     view = job.views[part]
-    for batch in Loader(job.collate, view, _sampler(job, part), device=job.world.device, prefetch=job.config.batching.prefetch, training=False):
+    for batch in Loader(
+        job.collate, view, _sampler(job, part), device=job.world.device, prefetch=job.config.batching.prefetch, training=False
+    ):
         owner = None if groups is None else torch.from_numpy(groups[view.rows[batch.samples.cpu().numpy()]].astype(np.int64))
         evaluator.add(batch.samples, job.parallel.plain.predict(batch), batch.labels, batch.weights, owner)
     return dict(evaluator.result())
@@ -75,5 +77,3 @@ def choose_metric(job: Job) -> str:
     ks = job.config.train.eval_ks
     default = "auc" if job.config.task == "conversion" else f"ndcg@{10 if 10 in ks else max(ks)}"
     return job.config.train.metric or default
-
-

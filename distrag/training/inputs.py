@@ -26,13 +26,22 @@ def build_loss(config: RunConfig) -> Any:
     kind, settings = choose(type(section)(**{**vars(section), "name": name}), LOSSES, "loss")
     if kind.task != config.task:
         fitting = [key for key, other in LOSSES.items() if other.task == config.task]
-        raise problem("The loss does not fit the task", got=f"{name} with {config.task}", wanted=fitting, where="loss.name", todo="choose one of these")
+        raise problem(
+            "The loss does not fit the task",
+            got=f"{name} with {config.task}",
+            wanted=fitting,
+            where="loss.name",
+            todo="choose one of these",
+        )
     return kind(settings)
 
 
 def build_inputs(config: RunConfig, schema: Schema) -> Inputs:
     """Returns what the model reads, chosen by `data.history`, `data.context` and `data.target` out of the schema."""
-    history, context = choose_features(config.data.history, schema.history, "history"), choose_features(config.data.context, schema.context, "context")
+    history, context = (
+        choose_features(config.data.history, schema.history, "history"),
+        choose_features(config.data.context, schema.context, "context"),
+    )
     keys = tuple(_key(f) for f in history if _key(f))
     common: dict[str, Any] = {
         "task": config.task,
@@ -42,17 +51,35 @@ def build_inputs(config: RunConfig, schema: Schema) -> Inputs:
         "num_context": sum(f.kind == "number" for f in context),
     }
     if not keys and not common["num_numbers"]:
-        raise problem("The model would read nothing", got=[f.name for f in history], wanted="at least one id or number", where="data.history", todo="name features")
+        raise problem(
+            "The model would read nothing",
+            got=[f.name for f in history],
+            wanted="at least one id or number",
+            where="data.history",
+            todo="name features",
+        )
     if config.task == "conversion":
         if schema.label is None:
-            raise problem("The store has no labels", got="none", wanted="a label column", where=config.data.path, todo="name it in the schema of `distrag prepare`")
+            raise problem(
+                "The store has no labels",
+                got="none",
+                wanted="a label column",
+                where=config.data.path,
+                todo="name it in the schema of `distrag prepare`",
+            )
         return Inputs(**common)
     ids = [f for f in history if f.kind == "id"]
     name = config.data.target or (ids[0].name if ids else "")
     feature = next((f for f in ids if f.name == name), None)
     if feature is None or feature.table is None:
         got = name or "nothing"
-        raise problem("next_item predicts an id feature of the history", got=got, wanted=[f.name for f in ids], where="data.target", todo="name one of these")
+        raise problem(
+            "next_item predicts an id feature of the history",
+            got=got,
+            wanted=[f.name for f in ids],
+            where="data.target",
+            todo="name one of these",
+        )
     return Inputs(**common, target=name, target_table=feature.table, num_items=schema.table(feature.table).num_rows)
 
 

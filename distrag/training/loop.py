@@ -153,7 +153,11 @@ class _Training:
         say(f"{plan.num_steps} steps an epoch, {self.num_steps} in all; planned imbalance {plan.imbalances().mean():.4f} (max/mean cost)")
         for placement in self.job.placements:
             say(f"table {placement}")
-        counts = {name: sum(p.numel() for p in module.parameters()) for name, module in self.job.parallel.plain.named_children() if name != "tables"}
+        counts = {
+            name: sum(p.numel() for p in module.parameters())
+            for name, module in self.job.parallel.plain.named_children()
+            if name != "tables"
+        }
         say("dense parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items() if count))
 
     def _run_epoch(self) -> None:
@@ -221,7 +225,9 @@ class _Training:
             raise problem("No such metric", got=self.metric, wanted=wanted, where="train.metric", todo="name one of these")
         better = score is not None and (self.best is None or score > self.best)
         self.misses = 0 if better else self.misses + 1
-        self.writer.say(f"step {self.step}: valid {self.metric} {score if score is None else format(score, '.4f')}{' (best)' if better else ''}")
+        self.writer.say(
+            f"step {self.step}: valid {self.metric} {score if score is None else format(score, '.4f')}{' (best)' if better else ''}"
+        )
         if better or not self.best_valid:
             self.best, self.best_step, self.best_valid = score, self.step, valid
             extra = {"step": self.step, "epoch": self.epoch, "metric": self.metric, "value": score}
@@ -234,7 +240,9 @@ class _Training:
         load_checkpoint(self.run_dir / "checkpoints" / "best", self.job.parallel, None, self.world)
         test = evaluate_view(self.job, "test")
         self.writer.write("test", self.step, test)
-        self.writer.say(f"test, from the best step {self.best_step}: " + ", ".join(f"{k} {v:.4f}" for k, v in test.items() if isinstance(v, float)))
+        self.writer.say(
+            f"test, from the best step {self.best_step}: " + ", ".join(f"{k} {v:.4f}" for k, v in test.items() if isinstance(v, float))
+        )
         seconds = time.perf_counter() - started
         result = RunResult(self.run_dir, self.step, self.epoch, self.best_step, self.best_valid, test, seconds, self.losses)
         if self.world.rank == 0:

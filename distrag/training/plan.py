@@ -72,5 +72,7 @@ def _tables(config: RunConfig, schema: Any, world_size: int) -> list[str]:
 
 def describe_plan(numbers: dict[str, Any]) -> str:
     """Returns the numbers of `plan_run` as lines to read."""
-    lines = [f"{key:28} {value:,.4f}" if isinstance(value, float) else f"{key:28} {value:,}" for key, value in numbers.items() if key != "tables"]
+    lines = [
+        f"{key:28} {value:,.4f}" if isinstance(value, float) else f"{key:28} {value:,}" for key, value in numbers.items() if key != "tables"
+    ]
     return "\n".join([*lines, "tables", *(f"  {line}" for line in numbers["tables"])])
