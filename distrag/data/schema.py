@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+SCHEMA_FILE = "schema.yaml"
 FORMAT_VERSION = 1
 """Raised whenever a reader of an older store would misread a newer one."""
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distrag.data.schema import Schema, load_schema, meaning, named
+from distrag.data.schema import SCHEMA_FILE, Schema, load_schema, meaning, named
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SAMPLES = "samples.arrow"
-SCHEMA = "schema.yaml"
 _AGAIN = "copy the store again, or run `distrag prepare` with --overwrite"
 _CHUNK = 1 << 22
 
@@ -127,10 +126,10 @@ def open_store(path: str | Path, *, verify: bool = False) -> Store:
             are not those of the schema, or its offsets do not describe its positions.
     """
     path = Path(path)
-    if not (path / SCHEMA).is_file():
+    if not (path / SCHEMA_FILE).is_file():
         todo = "give the folder that `distrag prepare ... --out` wrote"
-        raise problem("No store here", got="no schema.yaml", wanted=f"a folder with {SCHEMA} and {SAMPLES}", where=path, todo=todo)
-    schema = load_schema(path / SCHEMA)
+        raise problem("No store here", got="no schema.yaml", wanted=f"a folder with {SCHEMA_FILE} and {SAMPLES}", where=path, todo=todo)
+    schema = load_schema(path / SCHEMA_FILE)
     _check_size(path, schema)
     batch = _read_batch(path / SAMPLES)
     _check_columns(path, batch, schema)
@@ -243,10 +242,10 @@ def _check_columns(path: Path, batch: pa.RecordBatch, schema: Schema) -> None:
     nulls = [name for name, column in zip(batch.schema.names, batch.columns, strict=True) if column.null_count]
     nulls += [f.name for i, f in enumerate(schema.history) if history.values.field(i).null_count]
     if nulls or batch.num_rows != schema.num_samples:
-        got = f"{batch.num_rows} rows, nulls in {nulls}"
+        found = f"{batch.num_rows} rows, nulls in {nulls}"
         raise problem(
             "Rows are not those of the schema",
-            got=got,
+            got=found,
             wanted=f"{schema.num_samples} rows without nulls",
             where=path / SAMPLES,
             todo=_AGAIN,

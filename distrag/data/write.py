@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from distrag.data.schema import GAP_ROWS, Feature, Schema, Table, id_dtype, save_schema
-from distrag.data.store import SAMPLES, SCHEMA, Store, arrow_schema, content_hash, open_store, vocabulary_path
+from distrag.data.schema import GAP_ROWS, SCHEMA_FILE, Feature, Schema, Table, id_dtype, save_schema
+from distrag.data.store import SAMPLES, Store, arrow_schema, content_hash, open_store, vocabulary_path
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def write_columns(
             writer.write_batch(table)
     schema = replace(schema, num_bytes=(folder / SAMPLES).stat().st_size)
     schema = replace(schema, content_hash=content_hash(schema, offsets, columns, vocabularies))
-    save_schema(schema, folder / SCHEMA)
+    save_schema(schema, folder / SCHEMA_FILE)
     return schema
 
 
