@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
 torch.set_num_threads(1)  # tests are small, machines are shared, and sums come out in one order
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA in a process that forks ranks
+# The same examples on every machine, and no deadline: a first call may compile, and the machine may be busy.
+settings.register_profile("steady", deadline=None, derandomize=True, database=None)
+settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a GPU where there is none."""
-    if torch.cuda.is_available():
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked or torch.cuda.is_available():
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
 @pytest.fixture(scope="session")
