@@ -70,6 +70,10 @@ class EpochPlan:
             return self._samples[span]
         return np.compress(self._ranks[span] == rank, self._samples[span])
 
+    def num_samples_of(self, rank: int) -> int:
+        """Returns the samples of one rank over the epoch."""
+        return int(np.count_nonzero(self._ranks == rank))
+
     def rank_tokens(self, step: int) -> Ints:
         """Returns the tokens of every rank in a step, int64 `[W]`."""
         tokens: Ints = self._per_rank(step, self._lengths[self.step_samples(step)]).astype(np.int64)
