@@ -83,16 +83,18 @@ class Ids:
     def finish(self, spool: Spool) -> Feature:
         """Returns the finished feature; its table must be finished."""
         dtype = np.dtype(id_dtype(self.table.num_rows))
-        counts = {"num_null": 0, "num_unknown": 0}
+        num_null = num_unknown = 0
 
         def change(codes: NDArray[np.int64]) -> NDArray[Any]:
+            nonlocal num_null, num_unknown
             rows, null = self.table.rows(codes), codes == NULL
-            counts["num_null"] += int(null.sum())
-            counts["num_unknown"] += int(((rows == 0) & ~null).sum())
+            num_null += int(null.sum())
+            num_unknown += int(((rows == 0) & ~null).sum())
             return rows.astype(dtype)
 
         spool.map(f"raw {self.column}", self.column, change)
-        return Feature(self.recipe.name, "id", dtype.name, table=self.table.name, column=self.recipe.column, **counts)
+        name, column = self.recipe.name, self.recipe.column
+        return Feature(name, "id", dtype.name, table=self.table.name, num_null=num_null, num_unknown=num_unknown, column=column)
 
     def unknown(self, spool: Spool) -> tuple[int, NDArray[np.int64], list[object]] | None:
         """Returns the first index that has no row, with all indices up to a chunk after it and their raw ids; None when all have one."""

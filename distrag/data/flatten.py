@@ -148,7 +148,7 @@ def seconds(values: pa.Array, unit: Unit, where: str) -> tuple[NDArray[np.int64]
 
 
 def texts(values: pa.Array) -> pa.Array:
-    """Returns large_string values in Unicode normal form C, so that composed and decomposed spellings are one value; numbers as decimals."""
+    """Returns large_string values in Unicode normal form C: composed and decomposed spellings are one value; numbers become decimals."""
     return pc.utf8_normalize(pc.cast(values, pa.large_string()), form="NFC")
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +20,14 @@ from distrag.data.files import Batch, Rows, find_files, hash_file, hash_table, i
 from distrag.data.flatten import decode, flatten, integers, texts
 from distrag.data.recipe import FeatureRecipe, Recipe, build_recipe, read_recipe
 from distrag.data.schema import FORMAT_VERSION, SCHEMA_FILE, Feature, Schema, load_schema
-from distrag.data.sources import MovieLensConfig, SyntheticConfig, named_rows
+from distrag.data.sources import MovieLensConfig, named_rows
 from distrag.data.store import open_store
+from distrag.data.synthetic import SyntheticConfig
 from distrag.data.vocabulary import TableBuilder, hash_text, read_values
 from distrag.data.write import build_tables, new_folder, publish, write_columns
 from distrag.problem import problem
 
-Source = str | Path | Sequence[str | Path] | pa.Table
+Source: TypeAlias = str | Path | Sequence[str | Path] | pa.Table
 """A path, a glob, a schema YAML with `source:`, `ml-100k`, `synthetic`, a list of paths, or a table in memory."""
 
 _STRANGE_ROWS = 8

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow.csv as pv
 from distrag.data.events import group_events
 from distrag.data.files import Rows, is_parquet, parquet_rows, table_rows
 from distrag.data.recipe import FeatureRecipe
-from distrag.data.synthetic import SyntheticConfig, synthetic_table
+from distrag.data.synthetic import SyntheticConfig, synthetic_rows
 from distrag.problem import problem
 
 WHEEL = "recbole==1.2.1"
@@ -49,8 +49,7 @@ def named_rows(name: str, ml_100k: MovieLensConfig, synthetic: SyntheticConfig, 
     if name == "ml-100k":
         return movielens_rows(ml_100k, read_rows), _MOVIELENS
     if name == "synthetic":
-        facts = {"synthetic": asdict(synthetic), "version": 1}
-        return table_rows(synthetic_table(synthetic), read_rows, facts, "synthetic"), _SYNTHETIC
+        return synthetic_rows(synthetic), _SYNTHETIC
     return None
 
 
