@@ -68,14 +68,15 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
         counts: Any = None,
     ) -> None:
         self.lengths = np.ascontiguousarray(getattr(dataset, "lengths", dataset), np.int64)
+        sized: Any = self.lengths  # what has lengths need not have a length
         try:
-            super().__init__(dataset, num_replicas, rank, shuffle, seed)
+            super().__init__(sized, num_replicas, rank, shuffle, seed)
         except (RuntimeError, ValueError):
             # Only a missing process group is made up for; a rank outside the given ranks stays an error.
             if num_replicas is not None and rank is not None:
                 raise
-            super().__init__(dataset, num_replicas or 1, rank or 0, shuffle, seed)
-        self.total_size = len(self.lengths)
+            super().__init__(sized, num_replicas or 1, rank or 0, shuffle, seed)
+        self.dataset, self.total_size = dataset, len(self.lengths)
         self._options: dict[str, Any] = {
             "max_tokens": max_tokens,
             "global_tokens": global_tokens,
