@@ -21,6 +21,8 @@ from distrag.data.recipe import FeatureRecipe
 from distrag.data.synthetic import SyntheticConfig, synthetic_rows
 from distrag.problem import problem
 
+__all__ = ["MovieLensConfig", "SyntheticConfig", "fetch_wheel", "movielens_rows", "named_rows"]
+
 WHEEL = "recbole==1.2.1"
 WHEEL_SHA256 = "9c9948202011f37eb0a7c6768129313f00d6403ad221ec940d5e2d5d5f33a407"
 _EVENTS = ("ml-100k.inter", "u.data")
@@ -89,7 +91,7 @@ def fetch_wheel(cache: Path) -> Path:
         found = next(Path(folder).glob("*.whl"), None)
         if done.returncode or found is None:
             got = (done.stderr.strip().splitlines() or ["nothing was downloaded"])[-1]
-            todo = f"run `pip download --no-deps {WHEEL}` where there is a network and give the file with --ml_100k.path"
+            todo = f"run `pip download --no-deps {WHEEL}` where there is a network and give the file with --path"
             raise problem("ml-100k cannot be downloaded", got=got, wanted="a wheel from pip", where=WHEEL, todo=todo)
         _check_hash(found.read_bytes(), WHEEL_SHA256, found)
         found.replace(wheel)  # in one step: another process sees the whole file or none
@@ -104,7 +106,7 @@ def _read(place: Path, names: tuple[str, ...], sha256: str) -> bytes:
         with zipfile.ZipFile(place) as archive:
             raw = next((archive.read(n) for name in names for n in sorted(archive.namelist()) if Path(n).name == name), None)
     if raw is None:
-        todo = "give --ml_100k.path a folder or an archive that holds one of them, or leave it out to download"
+        todo = "give --path a folder or an archive that holds one of them, or leave it out to download"
         raise problem("No ml-100k here", got="no such file", wanted=" or ".join(names), where=place, todo=todo)
     lines = raw.replace(b"\r\n", b"\n").replace(b"|", b"\t").strip()
     lines = lines.split(b"\n", 1)[1] if lines.startswith(b"user_id") else lines
