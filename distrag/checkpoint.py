@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,13 @@ from distrag.problem import problem
 from distrag.world import World
 
 _EXTRA = "state.json"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)  # TorchRec's shards, not a choice of ours
+        yield
 
 
 def _state(parallel: Parallel, optimizer: Any | None) -> dict[str, Any]:
@@ -43,7 +53,8 @@ def save_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, extra
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     world.barrier()
-    dcp.save(_state(parallel, optimizer), checkpoint_id=str(part), no_dist=world.size == 1)
+    with _quiet():
+        dcp.save(_state(parallel, optimizer), checkpoint_id=str(part))
     if world.rank == 0:
         (part / _EXTRA).write_text(json.dumps(extra))
         _replace(part, path)
@@ -81,7 +92,8 @@ def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, world
     """
     found = find_checkpoint(path)
     state = _state(parallel, optimizer)
-    dcp.load(state, checkpoint_id=str(found), no_dist=world.size == 1)
+    with _quiet():
+        dcp.load(state, checkpoint_id=str(found))
     parallel.model.load_state_dict(state["model"])
     if optimizer is not None:
         optimizer.load_state_dict(_with_empty(state["optim"], optimizer.state_dict()))

@@ -100,11 +100,11 @@ def _prepare(config: RunConfig, world_size: int, limit_bytes: int) -> tuple[Any,
         config.data,
         task=config.task,
         negatives=loss.negatives,
-        num_negatives=loss.num_negatives,
+        num_negatives=getattr(loss, "num_negatives", 0),
         seed=config.train.seed,
         key_order=tables.key_order,
     )
-    return store, dict(views), inputs, model, placements, collate, kind.cost(settings, config.model.dim), loss.normalize
+    return store, dict(views), inputs, model, placements, collate, kind.cost(settings, config.model.dim), getattr(loss, "normalize", False)
 
 
 def _check_unknown(config: RunConfig, schema: Schema) -> None:

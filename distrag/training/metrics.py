@@ -59,7 +59,7 @@ class MetricsWriter:
     def say(self, text: str) -> None:
         """Prints a line above the progress line."""
         if self._progress is not None:
-            self._progress.console.print(text, highlight=False, markup=False)
+            self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Ends the progress line and the files."""
