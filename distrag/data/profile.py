@@ -106,7 +106,6 @@ def length_profile(store: Store, max_lens: Sequence[int] = MAX_LENS) -> LengthPr
 def store_stats(store: Store, max_lens: Sequence[int] = MAX_LENS) -> dict[str, Any]:
     """Returns everything `distrag stats --json` prints, as plain values."""
     schema = store.schema
-    groups = (("history", schema.history), ("context", schema.context))
     features = [
         _feature_stats(store, place, f) for place, group in (("history", schema.history), ("context", schema.context)) for f in group
     ]

@@ -75,7 +75,9 @@ def write_store(
     words = {t.name: _vocabulary(t, dict(vocabularies or {})) for t in schema.tables if t.kind == "vocabulary"}
     with new_folder(Path(path)) as folder:
         write_columns(folder, schema, np.asarray(offsets, np.int64), columns, words)
-        publish(folder, Path(path), overwrite=False)
+        if not publish(folder, Path(path), overwrite=False):
+            todo = "give another folder, or remove this one"
+            raise problem("The output folder is taken", got="something is there", wanted="a new folder", where=path, todo=todo)
     return open_store(path)
 
 

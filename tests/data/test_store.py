@@ -1,0 +1,224 @@
+"""A store opens zero-copy, gives back what was written, and is refused when it is not what was prepared."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from distrag.data.store import SAMPLES, Store, arrow_schema, open_store
+from distrag.data.write import write_store
+
+
+def small(path: Path) -> Store:
+    return write_store(
+        path,
+        history={"item_id": [1, 2, 3, 1, 2], "rating": [0.5, -0.5, 0.0, 1.0, 2.0], "time": [10, 20, 30, 5, 6]},
+        offsets=[0, 3, 3, 5],
+        context={"age": [1, 2, 1], "height": [0.1, 0.2, 0.3]},
+        label=[0, 1, 1],
+        weight=[1, 2, 3],
+        key=[7, 8, 9],
+        features={"time": {"kind": "time", "gap": "bucket"}},
+    )
+
+
+def rewrite(store: Store, change: Callable[[pa.RecordBatch], list[pa.Array]], schema: pa.Schema | None = None, batches: int = 1) -> None:
+    file = store.path / SAMPLES
+    with pa.ipc.open_file(pa.OSFile(str(file))) as reader:
+        batch = reader.get_batch(0)
+    arrays = change(batch)
+    schema = schema or batch.schema
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for _ in range(batches):
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+    text = (store.path / "schema.yaml").read_text()
+    (store.path / "schema.yaml").write_text(text.replace(f"num_bytes: {store.schema.num_bytes}", f"num_bytes: {file.stat().st_size}"))
+
+
+def patch_offsets(store: Store, offsets: list[int]) -> None:
+    # In the bytes: Arrow's writer would mend the offsets on the way to the file.
+    file, right = store.path / SAMPLES, np.array([0, 3, 3, 5], np.int64).tobytes()
+    raw = file.read_bytes()
+    assert raw.count(right) == 1
+    file.write_bytes(raw.replace(right, np.array(offsets, np.int64).tobytes()))
+
+
+def test_what_was_written_comes_back_without_a_copy(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    assert store.offsets.tolist() == [0, 3, 3, 5]
+    assert store.lengths.tolist() == [3, 0, 2]
+    assert store.position("item_id").dtype == np.uint8
+    assert store.position("rating").dtype == np.float32
+    assert store.position("time").tolist() == [10, 20, 30, 5, 6]
+    assert store.context("age").tolist() == [1, 2, 1]
+    assert store.label is not None
+    assert store.label.tolist() == [0, 1, 1]
+    assert store.weight is not None
+    assert store.weight.dtype == np.float32
+    assert store.key is not None
+    assert store.key.tolist() == [7, 8, 9]
+    for values in (store.offsets, store.position("item_id"), store.position("time"), store.context("age"), store.label):
+        assert not values.flags.owndata
+        assert not values.flags.writeable
+    assert store.schema.table("time:gap").num_rows == 65
+    assert store.vocabulary("item_id").to_pylist() == [1, 2, 3]
+    assert open_store(store.path, verify=True).content_hash == store.content_hash
+
+
+def test_a_pickled_store_maps_the_file_again(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    raw = pickle.dumps(store)
+    assert len(raw) < 500
+    assert pickle.loads(raw).position("time").tolist() == store.position("time").tolist()
+
+
+def test_the_hash_depends_on_content_and_not_on_the_place(tmp_path: Path) -> None:
+    first, second = small(tmp_path / "a"), small(tmp_path / "b")
+    assert first.content_hash == second.content_hash
+    other = write_store(tmp_path / "c", history={"item_id": [1, 2, 3, 1, 3]}, offsets=[0, 3, 3, 5])
+    same_values = write_store(tmp_path / "d", history={"item_id": [1, 2, 3, 1, 3]}, offsets=[0, 2, 3, 5])
+    assert len({first.content_hash, other.content_hash, same_values.content_hash}) == 3
+
+
+def test_an_absent_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"No store here(.|\n)*distrag prepare"):
+        open_store(tmp_path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    file = store.path / SAMPLES
+    raw = file.read_bytes()
+    file.write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(ValueError, match="truncated"):
+        open_store(store.path)
+    text = (store.path / "schema.yaml").read_text()
+    (store.path / "schema.yaml").write_text(text.replace(f"num_bytes: {len(raw)}", f"num_bytes: {len(raw) // 2}"))
+    with pytest.raises(ValueError, match="Not readable as Arrow"):
+        open_store(store.path)
+
+
+def test_a_missing_file_of_samples_is_refused(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    (store.path / SAMPLES).unlink()
+    with pytest.raises(ValueError, match="0 bytes"):
+        open_store(store.path)
+
+
+def test_swapped_columns_are_refused_naming_them(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    wanted = arrow_schema(store.schema)
+    order = [0, 2, 1, 3, 4, 5]
+    rewrite(store, lambda b: [b.column(i) for i in order], pa.schema([wanted.field(i) for i in order]))
+    with pytest.raises(ValueError, match=r"Columns are not those of the schema(.|\n)*context:height \(float\) where context:age"):
+        open_store(store.path)
+
+
+def test_swapped_positions_of_one_type_are_found_by_verify(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", history={"a": [1, 2], "b": [2, 1]}, offsets=[0, 2])
+
+    def swap(batch: pa.RecordBatch) -> list[pa.Array]:
+        history = batch.column("history")
+        kind = history.type.value_type
+        parts = [history.values.field(1), history.values.field(0)]
+        struct = pa.StructArray.from_arrays(parts, fields=[kind.field(0), kind.field(1)])
+        return [pa.LargeListArray.from_arrays(history.offsets, struct, type=history.type)]
+
+    rewrite(store, swap)
+    assert open_store(store.path).position("a").tolist() == [2, 1]
+    with pytest.raises(ValueError, match="content is not what was prepared"):
+        open_store(store.path, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "told"), [([0, 4, 3, 5], "falling at row 1: 4 to 3"), ([0, 3, 3, 4], "from 0 to 4"), ([1, 3, 3, 5], "from 1 to 5")]
+)
+def test_offsets_that_lie_are_refused(tmp_path: Path, offsets: list[int], told: str) -> None:
+    store = small(tmp_path / "s")
+    patch_offsets(store, offsets)
+    with pytest.raises(ValueError, match=rf"Offsets do not describe the positions(.|\n)*{told}"):
+        open_store(store.path)
+
+
+def test_offsets_past_the_end_are_refused(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    patch_offsets(store, [0, 3, 3, 99])
+    with pytest.raises(ValueError, match="wanted"):
+        open_store(store.path)
+
+
+def test_an_id_beyond_its_table_is_found_by_verify(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+
+    def poison(batch: pa.RecordBatch) -> list[pa.Array]:
+        history = batch.column("history")
+        kind = history.type.value_type
+        parts = [history.values.field(i) for i in range(3)]
+        parts[0] = pa.array([1, 2, 3, 1, 200], pa.uint8())
+        struct = pa.StructArray.from_arrays(parts, fields=[kind.field(i) for i in range(3)])
+        return [pa.LargeListArray.from_arrays(history.offsets, struct, type=history.type), *batch.columns[1:]]
+
+    rewrite(store, poison)
+    with pytest.raises(ValueError, match=r"An id is outside its table(.|\n)*200(.|\n)*0 .. 3(.|\n)*'item_id', sample 2, position 1"):
+        open_store(store.path, verify=True)
+
+
+def test_another_format_version_is_refused(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    text = (store.path / "schema.yaml").read_text()
+    (store.path / "schema.yaml").write_text(text.replace("format_version: 1", "format_version: 99"))
+    with pytest.raises(ValueError, match=r"Another format version(.|\n)*99"):
+        open_store(store.path)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "history: [", "format_version: 1\nhistry: []", "format_version: 1\nhistory: [{name: a}]"])
+def test_a_schema_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    store = small(tmp_path / "s")
+    (store.path / "schema.yaml").write_text(text)
+    with pytest.raises(ValueError, match="to do:"):
+        open_store(store.path)
+
+
+def test_a_missing_vocabulary_is_refused(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    (store.path / "vocab" / "item_id.arrow").unlink()
+    with pytest.raises(ValueError, match="A vocabulary is missing"):
+        open_store(store.path)
+
+
+def test_two_record_batches_are_refused(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    rewrite(store, lambda batch: batch.columns, batches=2)
+    with pytest.raises(ValueError, match="Not one record batch"):
+        open_store(store.path)
+
+
+def test_an_unknown_feature_names_the_nearest(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    with pytest.raises(ValueError, match="did you mean 'item_id'"):
+        store.position("itemid")
+    with pytest.raises(ValueError, match="A table without vocabulary"):
+        store.vocabulary("time:gap")
+
+
+def test_a_store_is_never_written_over_another(tmp_path: Path) -> None:
+    small(tmp_path / "s")
+    before = open_store(tmp_path / "s").content_hash
+    with pytest.raises(ValueError, match="The output folder is taken"):
+        write_store(tmp_path / "s", history={"item_id": [1]}, offsets=[0, 1])
+    assert open_store(tmp_path / "s").content_hash == before
+
+
+def test_a_table_name_may_hold_any_character(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", history={"shop/item:é": [1, 2]}, offsets=[0, 2])
+    assert open_store(store.path, verify=True).vocabulary("shop/item:é").to_pylist() == [1, 2]
+
+
+def test_rows_without_any_position_are_a_store(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", history={"item_id": np.zeros(0, np.int64)}, offsets=[0, 0, 0])
+    assert open_store(store.path, verify=True).lengths.tolist() == [0, 0]
