@@ -114,17 +114,19 @@ class _RaggedGRU(torch.autograd.Function):
         gates = torch.addmm(b_ih, x, w_ih.t())
         hidden, inner = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(x.shape)
         w_hh_t = w_hh.detach().t().contiguous()
-        kernels.gru_forward(gates.numpy(), w_hh_t.numpy(), b_hh.detach().numpy(), offsets.numpy(), hidden.numpy(), inner.numpy())
-        ctx.save_for_backward(x, w_ih, w_hh, offsets, gates, hidden, inner)
+        order = torch.argsort(offsets.diff(), descending=True, stable=True)
+        given = (gates, w_hh_t, b_hh.detach(), offsets, order)
+        kernels.gru_forward(*(t.numpy() for t in (*given, hidden, inner)))
+        ctx.save_for_backward(x, w_ih, w_hh, offsets, order, gates, hidden, inner)
         return hidden
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_ih, w_hh, offsets, gates, hidden, inner = (t.detach() for t in ctx.saved_tensors)
+        x, w_ih, w_hh, offsets, order, gates, hidden, inner = (t.detach() for t in ctx.saved_tensors)
         D = x.shape[1]
         d_gates, d_inner, before = torch.empty_like(gates), torch.empty_like(inner), torch.empty_like(inner)
-        given = (grad.contiguous(), gates, inner, hidden, w_hh.contiguous(), offsets)
-        kernels.gru_backward(*(t.numpy() for t in (*given, d_gates, d_inner, before)))
+        given = (grad.contiguous(), gates, inner, hidden, w_hh.contiguous(), offsets, order)
+        kernels.gru_backward((d_gates.numpy(), d_inner.numpy(), before.numpy()), *(t.numpy() for t in given))
         b_ih = d_gates.sum(0)
         return (
             d_gates @ w_ih if ctx.needs_input_grad[0] else None,

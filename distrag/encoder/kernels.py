@@ -1,24 +1,34 @@
 """Compiled CPU kernels of the encoders: recurrence and attention directly on ragged rows, nothing padded, nothing gathered.
 
-Every kernel walks one sequence after the other, so no sequence can change a bit of another. All matrix work goes through `_add_rows`,
-whose inner loop runs along contiguous memory and keeps eight fused multiply-adds per load and store of the result; a library call per
-step would cost more than the step. float32 uses polynomials for exp and tanh, float64 the exact functions.
+No value of one sequence meets one of another, so no sequence can change a bit of another. All matrix work goes through `_add_product`.
+float32 takes a polynomial for exp, float64 the exact function.
 """
 # ruff: noqa: D103 - the first line of each kernel says in a comment what it writes
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
-from numba import types
+from numba import njit, types
 from numba.extending import overload
 
+from distrag.encoder.tile import make_tile
 from distrag.ragged import compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _F = np.float32
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+
+
+def compiled_loosely(function: _Function) -> _Function:
+    """Returns `function` compiled so that a sum may be taken in another order, which lets it use vectors; that order is always the same."""
+    flags = {"contract", "reassoc", "nsz"}
+    return cast("_Function", njit(cache=True, nogil=True, error_model="numpy", fastmath=flags)(function))
 
 
 def _exp(x: Any) -> Any:
@@ -51,105 +61,151 @@ def _choose_exp(x: Any) -> Any:
     return _exp32 if x == types.float32 else _exp64
 
 
-overload(_exp, inline="always")(_choose_exp)
+overload(_exp, jit_options={"fastmath": {"contract"}, "error_model": "numpy"})(_choose_exp)
+
+
+_tile_4x32, _tile_4x16, _tile_4x1 = make_tile(4, 2), make_tile(4, 1), make_tile(4, 1, 1)
+_tile_1x64, _tile_1x16, _tile_1x1 = make_tile(1, 4), make_tile(1, 1), make_tile(1, 1, 1)
 
 
 @compiled
-def _sigmoid_(x: Array) -> None:
-    # x <- 1 / (1 + exp(-x))
-    one = x.dtype.type(1)
-    for j in range(x.shape[0]):
-        x[j] = one / (one + _exp(-x[j]))
+def _add_product(out: Array, a: Array, b: Array) -> None:
+    # out [M, N] += a [M, K] @ b [K, N]; rows of out and b are contiguous, a may be a transposed view
+    M, N = out.shape
+    whole = M - M % 4
+    for i in range(0, whole, 4):
+        j = 0
+        while j + 32 <= N:
+            _tile_4x32(out, a, b, i, j)
+            j += 32
+        while j + 16 <= N:
+            _tile_4x16(out, a, b, i, j)
+            j += 16
+        while j < N:
+            _tile_4x1(out, a, b, i, j)
+            j += 1
+    for i in range(whole, M):
+        j = 0
+        while j + 64 <= N:
+            _tile_1x64(out, a, b, i, j)
+            j += 64
+        while j + 16 <= N:
+            _tile_1x16(out, a, b, i, j)
+            j += 16
+        while j < N:
+            _tile_1x1(out, a, b, i, j)
+            j += 1
+
+
+# ---- GRU: four sequences of similar length step together, so that each weight is loaded once for four
 
 
 @compiled
-def _tanh_(x: Array) -> None:
-    # x <- tanh(x)
-    one, two = x.dtype.type(1), x.dtype.type(2)
-    for j in range(x.shape[0]):
-        x[j] = two / (one + _exp(-two * x[j])) - one
+def _gru_cell(r: Array, z: Array, n: Array, r_in: Array, z_in: Array, n_in: Array, h: Array) -> None:
+    # r, z, n: input parts, become the gates; *_in: recurrent parts; h: state, becomes the next
+    one, two = h.dtype.type(1), h.dtype.type(2)
+    for j in range(h.shape[0]):
+        r[j] = one / (one + _exp(-(r[j] + r_in[j])))
+    for j in range(h.shape[0]):
+        z[j] = one / (one + _exp(-(z[j] + z_in[j])))
+    for j in range(h.shape[0]):
+        n[j] += r[j] * n_in[j]
+    for j in range(h.shape[0]):  # tanh(x) = 2 / (1 + exp(-2x)) - 1
+        n[j] = two / (one + _exp(-two * n[j])) - one
+    for j in range(h.shape[0]):
+        h[j] = n[j] + z[j] * (h[j] - n[j])
 
 
 @compiled
-def _add_rows(out: Array, coefficients: Array, rows: Array, count: int) -> None:
-    # out[:] += sum over k < count of coefficients[k] * rows[k, :len(out)]
-    n = out.shape[0]
-    whole = count - count % 8
-    for k in range(0, whole, 8):
-        c0, c1, c2, c3 = coefficients[k], coefficients[k + 1], coefficients[k + 2], coefficients[k + 3]
-        c4, c5, c6, c7 = coefficients[k + 4], coefficients[k + 5], coefficients[k + 6], coefficients[k + 7]
-        for j in range(n):
-            low = out[j] + c0 * rows[k, j] + c1 * rows[k + 1, j] + c2 * rows[k + 2, j] + c3 * rows[k + 3, j]
-            out[j] = low + c4 * rows[k + 4, j] + c5 * rows[k + 5, j] + c6 * rows[k + 6, j] + c7 * rows[k + 7, j]
-    for k in range(whole, count):
-        c0 = coefficients[k]
-        for j in range(n):
-            out[j] += c0 * rows[k, j]
-
-
-# ---- GRU
+def _copy(x: Array, out: Array) -> None:
+    for j in range(out.shape[0]):
+        out[j] = x[j]
 
 
 @compiled
-def gru_forward(gates: Array, w_hh_t: Array, b_hh: Array, offsets: Array, hidden: Array, inner: Array) -> None:
+def gru_forward(gates: Array, w_hh_t: Array, b_hh: Array, offsets: Array, order: Array, hidden: Array, inner: Array) -> None:
     # gates [P, 3D] in: input part of r, z, n; out: their values. hidden [P, D]: states.
-    # inner [P, D]: recurrent part of n before r scales it.
+    # inner [P, D]: recurrent part of n before r scales it. order [B]: sequence numbers, longest first.
     D = hidden.shape[1]
-    recurrent = np.empty(3 * D, hidden.dtype)
-    for b in range(offsets.shape[0] - 1):
-        for i in range(offsets[b], offsets[b + 1]):
-            recurrent[:] = b_hh
-            if i > offsets[b]:
-                _add_rows(recurrent, hidden[i - 1], w_hh_t, D)
-            gates[i, : 2 * D] += recurrent[: 2 * D]
-            _sigmoid_(gates[i, : 2 * D])
-            inner[i] = recurrent[2 * D :]
-            gates[i, 2 * D :] += gates[i, :D] * inner[i]
-            _tanh_(gates[i, 2 * D :])
-            hidden[i] = gates[i, 2 * D :] * (hidden.dtype.type(1) - gates[i, D : 2 * D])
-            if i > offsets[b]:
-                hidden[i] += gates[i, D : 2 * D] * hidden[i - 1]
+    recurrent = np.empty((4, 3 * D), hidden.dtype)
+    h = np.empty((4, D), hidden.dtype)
+    for block in range(0, order.shape[0], 4):
+        active = min(4, order.shape[0] - block)
+        h[:] = 0
+        for t in range(offsets[order[block] + 1] - offsets[order[block]]):
+            while offsets[order[block + active - 1] + 1] - offsets[order[block + active - 1]] <= t:
+                active -= 1
+            for s in range(active):
+                _copy(b_hh, recurrent[s])
+            if t > 0:
+                _add_product(recurrent[:active], h[:active], w_hh_t)
+            for s in range(active):
+                i = offsets[order[block + s]] + t
+                g, r = gates[i], recurrent[s]
+                _gru_cell(g[:D], g[D : 2 * D], g[2 * D :], r[:D], r[D : 2 * D], r[2 * D :], h[s])
+                _copy(r[2 * D :], inner[i])
+                _copy(h[s], hidden[i])
+
+
+@compiled
+def _gru_cell_backward(g: Array, q: Array, before: Array, carry: Array, d: Array) -> None:
+    # carry: gradient of the state, becomes the part that reaches the state before through z.
+    # d: gradients before the activations, of r, z, the recurrent part of n, and n.
+    D = carry.shape[0]
+    r, z, n, dr, dz, dq, dn = g[:D], g[D : 2 * D], g[2 * D :], d[:D], d[D : 2 * D], d[2 * D : 3 * D], d[3 * D :]
+    one = carry.dtype.type(1)
+    for j in range(carry.shape[0]):
+        dn[j] = carry[j] * (one - z[j])
+    for j in range(carry.shape[0]):
+        dz[j] = (before[j] - n[j]) * z[j]
+    for j in range(carry.shape[0]):
+        dz[j] *= carry[j] * (one - z[j])
+    for j in range(carry.shape[0]):
+        dn[j] *= one - n[j] * n[j]
+    for j in range(carry.shape[0]):
+        dq[j] = dn[j] * r[j]
+    for j in range(carry.shape[0]):
+        dr[j] = dq[j] * (one - r[j])
+    for j in range(carry.shape[0]):
+        dr[j] *= q[j]
+    for j in range(carry.shape[0]):
+        carry[j] *= z[j]
 
 
 @compiled
 def gru_backward(
-    grad: Array, gates: Array, inner: Array, hidden: Array, w_hh: Array, offsets: Array, d_gates: Array, d_inner: Array, before: Array
+    results: tuple[Array, Array, Array], grad: Array, gates: Array, inner: Array, hidden: Array, w_hh: Array, offsets: Array, order: Array
 ) -> None:
-    # d_gates [P, 3D]: gradient of the input part; d_inner [P, D]: of `inner`; before [P, D]: the state before each position.
+    # results: d_gates [P, 3D], gradient of the input part; d_inner [P, D], of `inner`; before [P, D], the state before each position
+    d_gates, d_inner, before = results
     D = hidden.shape[1]
-    one = hidden.dtype.type(1)
-    carry = np.empty(D, hidden.dtype)
-    for b in range(offsets.shape[0] - 1):
+    d = np.empty((4, 4 * D), hidden.dtype)
+    carry = np.empty((4, D), hidden.dtype)
+    start = np.zeros(D, hidden.dtype)
+    for block in range(0, order.shape[0], 4):
+        size = min(4, order.shape[0] - block)
+        active = 0
         carry[:] = 0
-        for i in range(offsets[b + 1] - 1, offsets[b] - 1, -1):
-            if i > offsets[b]:
-                before[i] = hidden[i - 1]
-            else:
-                before[i] = 0
-            r, z, n = gates[i, :D], gates[i, D : 2 * D], gates[i, 2 * D :]
-            carry += grad[i]
-            d_gates[i, 2 * D :] = carry * (one - z) * (one - n * n)
-            d_gates[i, D : 2 * D] = carry * (before[i] - n) * z * (one - z)
-            d_gates[i, :D] = d_gates[i, 2 * D :] * inner[i] * r * (one - r)
-            d_inner[i] = d_gates[i, 2 * D :] * r
-            carry *= z
-            if i > offsets[b]:
-                _add_rows(carry, d_gates[i, : 2 * D], w_hh, 2 * D)
-                _add_rows(carry, d_inner[i], w_hh[2 * D :], D)
+        for t in range(offsets[order[block] + 1] - offsets[order[block]] - 1, -1, -1):
+            while active < size and offsets[order[block + active] + 1] - offsets[order[block + active]] > t:
+                active += 1
+            for s in range(active):
+                i = offsets[order[block + s]] + t
+                c, own = carry[s], grad[i]
+                for j in range(D):
+                    c[j] += own[j]
+                _copy(hidden[i - 1] if t > 0 else start, before[i])
+                _gru_cell_backward(gates[i], inner[i], before[i], c, d[s])
+                _copy(d[s], d_gates[i, : 2 * D])
+                _copy(d[s, 3 * D :], d_gates[i, 2 * D :])
+                _copy(d[s, 2 * D :], d_inner[i])
+            if t > 0:
+                _add_product(carry[:active], d[:active], w_hh)
 
 
-# ---- attention
+# ---- attention: sixteen queries of one sequence and head at a time
 
-
-@compiled
-def _transpose(rows: Array, begin: int, end: int, column: int, out: Array) -> None:
-    # out[k, j] = rows[begin + j, column + k], zeros after the last row up to a multiple of 16
-    n = end - begin
-    for k in range(out.shape[0]):
-        for j in range(n):
-            out[k, j] = rows[begin + j, column + k]
-        for j in range(n, _round_up(n)):
-            out[k, j] = 0
+_QUERIES = 16
 
 
 @compiled
@@ -158,11 +214,53 @@ def _round_up(n: int) -> int:
 
 
 @compiled
-def _maximum(x: Array, n: int) -> Any:
+def _transpose(rows: Array, scale: Any, out: Array) -> None:
+    # out[k, j] = rows[j, k] * scale, zeros after the last row up to a multiple of 16
+    n = rows.shape[0]
+    for k in range(out.shape[0]):
+        for j in range(n):
+            out[k, j] = rows[j, k] * scale
+        for j in range(n, _round_up(n)):
+            out[k, j] = 0
+
+
+@compiled_loosely
+def _maximum(x: Array) -> Any:
     top = x[0]
-    for j in range(1, n):
-        top = x[j] if x[j] > top else top
+    for j in range(1, x.shape[0]):
+        top = max(top, x[j])
     return top
+
+
+@compiled_loosely
+def _total(x: Array) -> Any:
+    total = x.dtype.type(0)
+    for j in range(x.shape[0]):
+        total += x[j]
+    return total
+
+
+@compiled_loosely
+def _dot(x: Array, y: Array) -> Any:
+    total = x.dtype.type(0)
+    for j in range(x.shape[0]):
+        total += x[j] * y[j]
+    return total
+
+
+@compiled
+def _exp_minus(x: Array, shift: Any, count: int) -> None:
+    # x[:count] <- exp(x - shift), 0 after
+    for j in range(x.shape[0]):
+        x[j] = _exp(x[j] - shift)
+    for j in range(count, x.shape[0]):
+        x[j] = 0
+
+
+@compiled
+def _scale(x: Array, factor: Any) -> None:
+    for j in range(x.shape[0]):
+        x[j] *= factor
 
 
 @compiled
@@ -170,99 +268,72 @@ def attention_forward(qkv: Array, offsets: Array, num_heads: int, causal: bool, 
     # out [P, D] = softmax(q k / sqrt(D / H)) v inside each sequence and head; log_sum [P, H]: log of the softmax's denominator.
     D = out.shape[1]
     W = D // num_heads
+    one = out.dtype.type(1)
     scale = out.dtype.type(1.0 / math.sqrt(W))
     keys = np.empty((W, _round_up(longest)), out.dtype)
-    values = np.empty((longest, W), out.dtype)
-    scores = np.empty(_round_up(longest), out.dtype)
-    query = np.empty(W, out.dtype)
-    result = np.empty(W, out.dtype)
+    scores = np.empty((_QUERIES, _round_up(longest)), out.dtype)
+    out[:] = 0
     for b in range(offsets.shape[0] - 1):
         begin, end = offsets[b], offsets[b + 1]
-        for head in range(num_heads):
-            _transpose(qkv, begin, end, D + head * W, keys)
-            values[: end - begin] = qkv[begin:end, 2 * D + head * W : 2 * D + (head + 1) * W]
-            for i in range(begin, end):
-                n = i + 1 - begin if causal else end - begin
-                wide = scores[: _round_up(n)]
-                wide[:] = 0
-                query[:] = qkv[i, head * W : (head + 1) * W] * scale
-                _add_rows(wide, query, keys, W)
-                top = _maximum(wide, n)
-                for j in range(wide.shape[0]):
-                    wide[j] = _exp(wide[j] - top)
-                total = wide[0]
-                for j in range(1, n):
-                    total += wide[j]
-                result[:] = 0
-                _add_rows(result, wide, values, n)
-                out[i, head * W : (head + 1) * W] = result / total
-                log_sum[i, head] = top + math.log(total)
+        for at in range(0, D, W):
+            _transpose(qkv[begin:end, D + at : D + at + W], scale, keys)
+            for block in range(begin, end, _QUERIES):
+                stop = min(block + _QUERIES, end)
+                most = stop - begin if causal else end - begin
+                weights = scores[: stop - block, : _round_up(most)]
+                weights[:] = 0
+                _add_product(weights, qkv[block:stop, at : at + W], keys)
+                for i in range(block, stop):
+                    n = i + 1 - begin if causal else most
+                    row = weights[i - block]
+                    top = _maximum(row[:n])
+                    _exp_minus(row, top, n)
+                    total = _total(row[:n])
+                    _scale(row, one / total)
+                    log_sum[i, at // W] = top + math.log(total)
+                values = qkv[begin : begin + most, 2 * D + at : 2 * D + at + W]
+                _add_product(out[block:stop, at : at + W], weights[:, :most], values)
 
 
 @compiled
 def attention_backward(
     grad: Array, qkv: Array, offsets: Array, options: tuple[int, bool, int], out: Array, log_sum: Array, d_qkv: Array
 ) -> None:
-    # d_qkv [P, 3D]; options as in attention_forward. Eight queries at a time, so that the gradients of keys and values are loaded and
-    # stored once for eight.
+    # d_qkv [P, 3D]; options as in attention_forward. The weights are computed again from log_sum: nothing of size L * L is kept.
     num_heads, causal, longest = options
     D = out.shape[1]
     W = D // num_heads
+    one = out.dtype.type(1)
     scale = out.dtype.type(1.0 / math.sqrt(W))
-    zero = out.dtype.type(0)
-    keys_t = np.empty((W, _round_up(longest)), out.dtype)
-    values_t = np.empty((W, _round_up(longest)), out.dtype)
-    keys = np.empty((longest, W), out.dtype)
-    d_keys = np.empty((longest, W), out.dtype)
-    d_values = np.empty((longest, W), out.dtype)
-    weights = np.empty((8, _round_up(longest)), out.dtype)
-    d_scores = np.empty((8, _round_up(longest)), out.dtype)
-    queries = np.empty((8, W), out.dtype)
-    grads = np.empty((8, W), out.dtype)
-    result = np.empty(W, out.dtype)
-    column = np.empty(8, out.dtype)
+    keys = np.empty((W, _round_up(longest)), out.dtype)
+    values = np.empty((W, _round_up(longest)), out.dtype)
+    scores = np.empty((_QUERIES, _round_up(longest)), out.dtype)
+    d_scores = np.empty((_QUERIES, _round_up(longest)), out.dtype)
+    d_qkv[:] = 0
     for b in range(offsets.shape[0] - 1):
         begin, end = offsets[b], offsets[b + 1]
-        L = end - begin
-        for head in range(num_heads):
-            at = head * W
-            _transpose(qkv, begin, end, D + at, keys_t)
-            _transpose(qkv, begin, end, 2 * D + at, values_t)
-            keys[:L] = qkv[begin:end, D + at : D + at + W]
-            d_keys[:L] = 0
-            d_values[:L] = 0
-            for block in range(begin, end, 8):
-                size = min(8, end - block)
-                most = min(block + size - begin, L) if causal else L
-                for r in range(size):
-                    i = block + r
-                    n = i + 1 - begin if causal else L
-                    queries[r] = qkv[i, at : at + W] * scale
-                    grads[r] = grad[i, at : at + W]
-                    p, d = weights[r, : _round_up(most)], d_scores[r, : _round_up(most)]
-                    p[:] = -log_sum[i, head]
-                    _add_rows(p, queries[r], keys_t, W)
-                    for j in range(p.shape[0]):
-                        p[j] = _exp(p[j])
-                    p[n:] = 0
-                    shift = zero
-                    for j in range(W):
-                        shift -= grads[r, j] * out[i, at + j]
-                    d[:] = shift
-                    _add_rows(d, grads[r], values_t, W)
-                    d *= p
-                    result[:] = 0
-                    _add_rows(result, d, keys, n)
-                    d_qkv[i, at : at + W] = result * scale
-                for j in range(most):
-                    for r in range(size):
-                        column[r] = weights[r, j]
-                    _add_rows(d_values[j], column, grads, size)
-                    for r in range(size):
-                        column[r] = d_scores[r, j]
-                    _add_rows(d_keys[j], column, queries, size)
-            d_qkv[begin:end, D + at : D + at + W] = d_keys[:L]
-            d_qkv[begin:end, 2 * D + at : 2 * D + at + W] = d_values[:L]
+        for at in range(0, D, W):
+            q, k, v = slice(at, at + W), slice(D + at, D + at + W), slice(2 * D + at, 2 * D + at + W)
+            _transpose(qkv[begin:end, k], scale, keys)
+            _transpose(qkv[begin:end, v], one, values)
+            for block in range(begin, end, _QUERIES):
+                stop = min(block + _QUERIES, end)
+                most = stop - begin if causal else end - begin
+                weights, d_weights = scores[: stop - block, : _round_up(most)], d_scores[: stop - block, : _round_up(most)]
+                weights[:] = 0
+                _add_product(weights, qkv[block:stop, q], keys)
+                for i in range(block, stop):
+                    d_weights[i - block] = -_dot(grad[i, q], out[i, q])
+                _add_product(d_weights, grad[block:stop, q], values)
+                for i in range(block, stop):
+                    row, d_row = weights[i - block], d_weights[i - block]
+                    _exp_minus(row, log_sum[i, at // W], i + 1 - begin if causal else most)
+                    for j in range(row.shape[0]):
+                        d_row[j] *= row[j] * scale
+                seen = slice(begin, begin + most)
+                _add_product(d_qkv[block:stop, q], d_weights[:, :most], qkv[seen, k])
+                _add_product(d_qkv[seen, k], d_weights[:, :most].T, qkv[block:stop, q])
+                _add_product(d_qkv[seen, v], weights[:, :most].T, grad[block:stop, q])
 
 
 # ---- prefixes
