@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -30,7 +30,8 @@ class Spool:
     """Flat arrays on disk that grow at the end and are then mapped; memory stays flat however long they get."""
 
     def __init__(self, folder: Path) -> None:
-        """Keeps its files in `folder`."""
+        """Keeps its files in `folder`, which it makes and removes."""
+        folder.mkdir()
         self._folder = folder
         self._count = 0
         self._files: dict[str, tuple[Any, np.dtype[Any]]] = {}
@@ -60,7 +61,11 @@ class Spool:
         file.close()
         Path(file.name).unlink()
 
-    def remove(self) -> None:
+    def __enter__(self) -> Self:
+        """Returns the spool."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Closes and deletes everything; arrays already mapped stay readable."""
         for file, _ in self._files.values():
             file.close()

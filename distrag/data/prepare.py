@@ -86,10 +86,10 @@ def prepare(
         _say(f"left out column {column!r}: {why}")
     provenance |= {"fingerprint": fingerprint, "source": _source_name(source), "left_out": dict(recipe.left_out)}
     with new_folder(out) as folder:
-        (folder / "spool").mkdir()
-        building = _Building(recipe, rows, Spool(folder / "spool"))
-        building.read()
-        made = building.write(folder, provenance, on_unknown)
+        with Spool(folder / "spool") as spool:
+            building = _Building(recipe, rows, spool)
+            building.read()
+            made = building.write(folder, provenance, on_unknown)
         if not publish(folder, out, overwrite=overwrite):
             return _kept(out, fingerprint)
     return made
@@ -162,7 +162,7 @@ class _Building:
             self.spool.append("key", _keys(decode(batch[self.recipe.key]), f"{file}, column {self.recipe.key!r}"))
 
     def write(self, folder: Path, provenance: Mapping[str, Any], on_unknown: str) -> Schema:
-        """Returns the schema of the store it writes into `folder`, with the spool gone."""
+        """Returns the schema of the store it writes into `folder`."""
         words = {name: table.finish() for name, table in self.tables.items()}
         if on_unknown == "error":
             self._refuse_unknown()
@@ -179,9 +179,7 @@ class _Building:
         names = [f"history:{f.name}" for f in history] + [f"context:{f.name}" for f in context]
         names += [n for n in ("label", "weight", "key") if getattr(schema, n) is not None]
         columns = {name: self.spool.read(name) for name in names}
-        made_schema = write_columns(folder, schema, self.spool.read("offsets"), columns, {n: w for n, w in words.items() if w is not None})
-        self.spool.remove()
-        return made_schema
+        return write_columns(folder, schema, self.spool.read("offsets"), columns, {n: w for n, w in words.items() if w is not None})
 
     def _finish(self, collector: Ids | Numbers | Times) -> Feature:
         return collector.finish() if isinstance(collector, Times) else collector.finish(self.spool)

@@ -1,0 +1,103 @@
+"""A CSV of events becomes one row a user, in order of time, equal times in the order of the file."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrag.data.prepare import prepare
+from distrag.data.store import Store, open_store
+from tests.data.test_prepare import raw_items
+
+
+def prepared(source: Any, out: Path, **options: Any) -> Store:
+    prepare(source, out, **options)
+    return open_store(out, verify=True)
+
+
+def test_events_are_grouped_by_user_and_stably_sorted_by_time(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("user_id,item_id,timestamp,price\n7,30,5,1.5\n3,10,9,2\n7,20,5,\n3,11,1,4\n7,10,4,3\n")
+    store = prepared(tmp_path / "e.csv", tmp_path / "out")
+    assert store.key is not None
+    assert store.key.tolist() == [3, 7]
+    assert raw_items(store) == [[11, 10], [10, 30, 20]]
+    assert store.position("timestamp").tolist() == [1, 9, 4, 5, 5]
+    assert store.schema.feature("price").kind == "number"
+    assert store.schema.feature("price").num_null == 1
+
+
+def test_columns_are_named_by_options_or_by_the_schema(tmp_path: Path) -> None:
+    (tmp_path / "e.tsv").write_text("who\twhat\twhen\nb\tx\t2\na\ty\t1\nb\tz\t1\n")
+    store = prepared(tmp_path / "e.tsv", tmp_path / "out", user="who", item="what", time="when")
+    assert raw_items(store, "what") == [["y"], ["z", "x"]]
+    assert store.schema.key == "who"
+    (tmp_path / "s.yaml").write_text("source: e.tsv\nevents: {user: who, item: what, time: when}")
+    assert prepared(tmp_path / "s.yaml", tmp_path / "again").content_hash == store.content_hash
+
+
+def test_a_file_without_header_takes_its_names(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("1,5,10\n2,6,10\n1,4,9\n")
+    store = prepared(tmp_path / "e.csv", tmp_path / "out", header=["user_id", "item_id", "time"])
+    assert raw_items(store) == [[4, 5], [6]]
+    with pytest.raises(ValueError, match=r"No user column(.|\n)*columns \['1', '5', '10'\](.|\n)*--user COLUMN"):
+        prepare(tmp_path / "e.csv", tmp_path / "other")
+
+
+def test_files_are_joined_in_order_and_differing_types_become_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("user_id,item_id\n1,007\n2,5\n")
+    with gzip.open(tmp_path / "b.csv.gz", "wt") as file:
+        file.write("user_id,item_id\n1,x\n")
+    store = prepared(tmp_path, tmp_path / "out")
+    assert raw_items(store) == [["007", "x"], ["5"]]
+    assert store.key is not None
+    assert store.key.tolist() == [1, 2]
+
+
+def test_text_users_are_in_the_order_of_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("user_id,item_id\nb,1\na,2\né,3\nb,4\n")
+    assert raw_items(prepared(tmp_path / "e.csv", tmp_path / "out")) == [[2], [1, 4], [3]]
+
+
+def test_recbole_files_are_read_without_their_types(tmp_path: Path) -> None:
+    (tmp_path / "e.inter").write_text("user_id:token\titem_id:token\trating:float\ttimestamp:float\n1\t5\t3\t10\n1\t6\t4\t9\n")
+    store = prepared(tmp_path / "e.inter", tmp_path / "out")
+    assert [(f.name, f.kind) for f in store.schema.history] == [("item_id", "id"), ("rating", "number"), ("timestamp", "time")]
+    assert raw_items(store) == [[6, 5]]
+
+
+def test_one_value_a_user_becomes_context_and_label(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("user_id,item_id,city,bought\n1,5,x,1\n2,6,y,0\n1,7,x,1\n")
+    (tmp_path / "s.yaml").write_text("history: [item_id]\ncontext: [city]\nlabel: bought")
+    store = prepared(tmp_path / "e.csv", tmp_path / "out", schema=tmp_path / "s.yaml")
+    assert store.context("city").tolist() == [1, 2]
+    assert store.label is not None
+    assert store.label.tolist() == [1, 0]
+    (tmp_path / "e.csv").write_text("user_id,item_id,city,bought\n1,5,x,1\n1,7,z,1\n")
+    with pytest.raises(ValueError, match=r"varies within a user(.|\n)*'x' and 'z' for user 1"):
+        prepare(tmp_path / "e.csv", tmp_path / "other", schema=tmp_path / "s.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("user_id,price\n1,2\n", "No item column"),
+        ("user_id,item_id\n1,2\n,3\n", r"An event without user(.|\n)*event 1"),
+        ("user_id,item_id\n1,2\n1,2,3\n", "Not readable as CSV"),
+        ("", "Not readable as CSV|No user column"),
+        ("user_id,item_id\n", "No rows in the source|Not readable|No per-position"),
+    ],
+)
+def test_events_that_cannot_be_used_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "e.csv").write_text(text)
+    with pytest.raises(ValueError, match=told):
+        prepare(tmp_path / "e.csv", tmp_path / "out")
+
+
+def test_null_items_are_the_unknown_row(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("user_id,item_id\n1,\n1,5\n")
+    store = prepared(tmp_path / "e.csv", tmp_path / "out")
+    assert store.position("item_id").tolist() == [0, 1]
+    assert store.schema.history[0].num_null == 1

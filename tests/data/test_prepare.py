@@ -1,0 +1,431 @@
+"""Parquet becomes a store: whatever the types, chunks, nulls and number of files, the same rows come out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distrag.data.prepare import prepare
+from distrag.data.store import Store, open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def prepared(source: Any, out: Path, **options: Any) -> Store:
+    prepare(source, out, **options)
+    return open_store(out, verify=True)
+
+
+def written(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def raw_items(store: Store, name: str = "item_id") -> list[list[Any]]:
+    words = [None, *store.vocabulary(store.schema.feature(name).table or "").to_pylist()]
+    rows = zip(store.offsets[:-1], store.offsets[1:], strict=True)
+    return [[words[i] for i in store.position(name)[a:b]] for a, b in rows]
+
+
+def test_item_0_is_an_item_and_not_the_unknown_row(tmp_path: Path) -> None:
+    store = prepared(pa.table({"item_id": [[0], [], [0, 1], [2]]}), tmp_path / "out")
+    assert store.vocabulary("item_id").to_pylist() == [0, 1, 2]
+    assert store.position("item_id").tolist() == [1, 1, 2, 3]
+    assert store.lengths.tolist() == [1, 0, 2, 1]
+    assert store.schema.table("item_id").num_rows == 4
+
+
+def test_negative_ids_are_unknown_like_ids_that_are_too_large(tmp_path: Path) -> None:
+    (tmp_path / "v.txt").write_text("1\n2\n3\n")
+    (tmp_path / "s.yaml").write_text("tables: {item_id: {vocabulary: v.txt}}")
+    source = pa.table({"item_id": [[1], [3, -1, -2], [9]]})
+    store = prepared(source, tmp_path / "out", schema=tmp_path / "s.yaml")
+    assert store.position("item_id").tolist() == [1, 3, 0, 0, 0]
+    assert store.schema.history[0].num_unknown == 3
+    with pytest.raises(ValueError, match=r"Unknown ids(.|\n)*\[-1, -2\](.|\n)*'item_id', sample 1, positions 1, 2 (.|\n)*row 1"):
+        prepare(source, tmp_path / "strict", schema=tmp_path / "s.yaml", on_unknown="error")
+    assert not (tmp_path / "strict").exists()
+
+
+def test_unknown_ids_are_refused_naming_the_file_and_its_row(tmp_path: Path) -> None:
+    written(tmp_path / "a.parquet", {"item_id": [[1], [2]]})
+    written(tmp_path / "b.parquet", {"item_id": [[3], [4, None]]})
+    with pytest.raises(ValueError, match=r"\['null'\](.|\n)*sample 3, positions 1 \(.*b.parquet, row 1\)"):
+        prepare(tmp_path, tmp_path / "out", on_unknown="error")
+
+
+def test_an_unknown_context_id_is_refused_naming_the_sample(tmp_path: Path) -> None:
+    source = pa.table({"item_id": [[1], [2]], "city": [5, -1]})
+    with pytest.raises(ValueError, match=r"feature 'city', sample 1 "):
+        prepare(source, tmp_path / "out", on_unknown="error")
+
+
+def test_null_lists_are_empty_and_nulls_in_numbers_lie_at_the_mean(tmp_path: Path) -> None:
+    source = pa.table({"item_id": [None, [1, 2, 3, 4], []], "price": [None, [1.0, None, 3.0, float("nan")], []]})
+    store = prepared(source, tmp_path / "out")
+    assert store.lengths.tolist() == [0, 4, 0]
+    assert store.position("price").tolist() == [-1.0, 0.0, 1.0, 0.0]
+    made = store.schema.feature("price")
+    assert (made.mean, made.std, made.num_null) == (2.0, 1.0, 2)
+    assert store.schema.provenance["num_null_histories"] == 1
+
+
+def test_numbers_are_normalised_as_the_schema_says(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(
+        "history: {a: {kind: number, transform: none}, b: {kind: number, transform: log, column: a}, c: {kind: number, column: a}}"
+    )
+    values = [1.0, None, -7.0, 100.0]
+    store = prepared(pa.table({"a": [values]}), tmp_path / "out", schema=tmp_path / "s.yaml")
+    known = np.array([1.0, -7.0, 100.0])
+    assert store.position("a").tolist() == pytest.approx([1, known.mean(), -7, 100])
+    logs = np.sign(known) * np.log1p(np.abs(known))
+    assert store.position("b")[[0, 2, 3]].tolist() == pytest.approx(((logs - logs.mean()) / logs.std()).tolist(), abs=1e-6)
+    assert store.position("c")[[0, 2, 3]].tolist() == pytest.approx(((known - known.mean()) / known.std()).tolist(), abs=1e-6)
+    assert store.position("b")[1] == store.position("c")[1] == 0
+
+
+def test_a_number_that_never_varies_is_zero_and_not_infinite(tmp_path: Path) -> None:
+    store = prepared(pa.table({"a": [[0.1] * 7, [0.1] * 3]}), tmp_path / "out")
+    assert store.schema.history[0].std == 1.0
+    assert np.abs(store.position("a")).max() < 1e-6
+
+
+def test_large_and_tiny_batches_give_one_mean(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    source = pa.table({"a": [(1e6 + rng.normal(size=5)).tolist() for _ in range(40)]})
+    one, many = (prepared(source, tmp_path / str(n), read_rows=n).schema.history[0] for n in (1, 1000))
+    assert one.mean == pytest.approx(many.mean, rel=1e-12)
+    assert one.std == pytest.approx(many.std, rel=1e-9)
+
+
+@pytest.mark.parametrize("read_rows", [1, 2, 1000])
+def test_a_file_of_many_row_groups_and_chunks_streams_to_the_same_rows(tmp_path: Path, read_rows: int) -> None:
+    rows = [["b", "a"], [], ["é", "a", None], None, ["c"], ["a"], ["d", "d"]]
+    chunks = pa.chunked_array([pa.array(rows[:2]), pa.array(rows[2:3]), pa.array(rows[3:])])
+    written(tmp_path / "a.parquet", {"item_id": chunks}, row_group_size=2)
+    store = prepared(tmp_path / "a.parquet", tmp_path / "out", read_rows=read_rows)
+    assert raw_items(store) == [row or [] for row in rows]
+    whole = prepared(pa.table({"item_id": chunks}), tmp_path / "whole")
+    assert whole.content_hash == store.content_hash
+
+
+def test_integer_types_and_empty_files_are_joined_over_files(tmp_path: Path) -> None:
+    written(tmp_path / "a.parquet", {"item_id": pa.array([[1]], pa.list_(pa.int32()))})
+    written(tmp_path / "b.parquet", {"item_id": pa.array([[2**40]], pa.list_(pa.int64()))})
+    written(tmp_path / "c.parquet", {"item_id": pa.array([[], []], pa.list_(pa.null()))})
+    for name, source in (("folder", tmp_path), ("glob", str(tmp_path / "*.parquet")), ("list", [tmp_path / f"{n}.parquet" for n in "abc"])):
+        store = prepared(source, tmp_path / name)
+        assert raw_items(store) == [[1], [2**40], [], []]
+    backwards = prepared([tmp_path / "c.parquet", tmp_path / "b.parquet", tmp_path / "a.parquet"], tmp_path / "backwards")
+    assert raw_items(backwards) == [[], [], [2**40], [1]]
+
+
+def test_types_that_do_not_fit_are_refused_naming_file_and_column(tmp_path: Path) -> None:
+    written(tmp_path / "a.parquet", {"item_id": [[1]]})
+    written(tmp_path / "b.parquet", {"item_id": [["x"]]})
+    with pytest.raises(
+        ValueError, match=r"Types of a column differ(.|\n)*a.parquet, list<element: string> in (.|\n)*b.parquet, column 'item_id'"
+    ):
+        prepare(tmp_path, tmp_path / "out")
+
+
+def test_a_column_missing_in_one_file_is_left_out_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "a.parquet", {"item_id": [[1]], "price": [[0.5]]})
+    written(tmp_path / "b.parquet", {"item_id": [[2]]})
+    store = prepared(tmp_path, tmp_path / "out")
+    assert [f.name for f in store.schema.history] == ["item_id"]
+    assert "'price'" in capsys.readouterr().err
+    (tmp_path / "s.yaml").write_text("history: [item_id, price]")
+    with pytest.raises(ValueError, match=r"price: missing in b.parquet"):
+        prepare(tmp_path, tmp_path / "other", schema=tmp_path / "s.yaml")
+
+
+def test_nested_lists_are_left_out_with_a_warning_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = pa.table({"item_id": [[1, 2]], "genres": [[[1], [2, 3]]], "info": [{"a": 1}]})
+    store = prepared(source, tmp_path / "out")
+    assert [f.name for f in store.schema.history] == ["item_id"]
+    told = capsys.readouterr().err
+    assert "'genres'" in told
+    assert "'info'" in told
+    (tmp_path / "s.yaml").write_text("history: [item_id, genres]")
+    with pytest.raises(ValueError, match=r"A column of the wrong shape(.|\n)*genres: list<"):
+        prepare(source, tmp_path / "other", schema=tmp_path / "s.yaml")
+
+
+def test_lists_of_one_row_that_differ_in_length_are_refused_naming_the_row(tmp_path: Path) -> None:
+    written(tmp_path / "a.parquet", {"item_id": [[1, 2], [3]], "time": [[1, 2], [3, 4]]}, row_group_size=1)
+    with pytest.raises(ValueError, match=r"differ in length(.|\n)*1 and 2 positions(.|\n)*a.parquet, row 1, columns 'item_id' and 'time'"):
+        prepare(tmp_path / "a.parquet", tmp_path / "out", read_rows=1)
+
+
+def test_a_list_that_is_no_history_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [[i, i + 1] for i in range(20)]
+    store = prepared(pa.table({"item_id": rows, "negatives": [[7] * 99] * 20}), tmp_path / "out")
+    assert [f.name for f in store.schema.history] == ["item_id"]
+    assert "'negatives'" in capsys.readouterr().err
+
+
+def test_names_and_types_suggest_the_features(tmp_path: Path) -> None:
+    source = pa.table(
+        {
+            "price": [[1.0]],
+            "timestamp": [[5]],
+            "item_id": [[3]],
+            "shop": [["a"]],
+            "user_id": [9],
+            "age": [30],
+            "height": [1.8],
+            "city": ["x"],
+            "is_sso_user": [True],
+            "asked_at": pa.array([5], pa.timestamp("s")),
+            "label": [True],
+            "weight": [2],
+        }
+    )
+    store = prepared(source, tmp_path / "out")
+    schema = store.schema
+    assert [(f.name, f.kind) for f in schema.history] == [("item_id", "id"), ("price", "number"), ("timestamp", "time"), ("shop", "id")]
+    assert [(f.name, f.kind) for f in schema.context] == [
+        ("age", "id"),
+        ("height", "number"),
+        ("city", "id"),
+        ("is_sso_user", "id"),
+        ("asked_at", "time"),
+    ]
+    assert (schema.label, schema.weight, schema.key) == ("label", "weight", "user_id")
+    assert store.label is not None
+    assert store.label.tolist() == [1.0]
+    assert store.weight is not None
+    assert store.weight.tolist() == [2.0]
+    assert store.key is not None
+    assert store.key.tolist() == [9]
+
+
+def test_a_schema_names_renames_shares_and_hashes(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(
+        """
+history:
+  item: {column: iid, kind: id, table: item}
+  seen_at: {column: t, kind: time, unit: ms, gap: bucket}
+  url: {kind: id, num_buckets: 7}
+context:
+  last: {column: last_iid, kind: id, table: item}
+label: bought
+weight: null
+key: who
+"""
+    )
+    source = pa.table(
+        {
+            "iid": [[5, 6], [7]],
+            "t": [[2000, 1500], [3000]],
+            "url": [["a", "b"], ["a"]],
+            "last_iid": [6, 8],
+            "bought": [0, 1],
+            "who": ["x", "y"],
+            "weight": [1, 1],
+        }
+    )
+    store = prepared(source, tmp_path / "out", schema=tmp_path / "s.yaml")
+    assert raw_items(store, "item") == [[6, 5], [7]]
+    assert store.position("seen_at").tolist() == [1, 2, 3]
+    assert store.context("last").tolist() == [2, 4]
+    assert store.schema.table("item").features == ("item", "last")
+    assert store.schema.table("url").kind == "hashed"
+    assert store.schema.table("url").num_rows == 8
+    assert store.schema.table("seen_at:gap").num_rows == 65
+    assert store.position("url")[1] == store.position("url")[2] != 0
+    assert store.weight is None
+    assert store.key is not None
+    assert len(set(store.key.tolist())) == 2
+
+
+def test_a_schema_with_a_source_stands_for_the_data_set(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    written(tmp_path / "files" / "a.parquet", {"iid": [[1, 2]]})
+    (tmp_path / "s.yaml").write_text("source: files/*.parquet\nhistory: {item_id: {column: iid}}")
+    assert raw_items(prepared(tmp_path / "s.yaml", tmp_path / "out")) == [[1, 2]]
+
+
+BAD_SCHEMAS = {
+    "histori: []": "did you mean 'history'",
+    "history: {item_id: {kin: id}}": "did you mean 'kind'",
+    "history: {item_id: {kind: word}}": r"Not one of the choices(.|\n)*'number'",
+    "history: [item]": "did you mean 'item_id'",
+    "history: [city]": "A column of the wrong shape",
+    "history: {item_id: number, city: {column: city}}": "A column of the wrong shape",
+    "context: [item_id]": "A column of the wrong shape",
+    "context: {city: number}": "A column cannot be this feature",
+    "history: [item_id]\ncontext: {item_id: {column: city}}": "Two features of one name",
+    "label: bought": "No such column",
+    "tables: {itm: {num_buckets: 5}}": "A table that no feature uses",
+    "tables: {item_id: {num_buckets: 5, vocabulary: v.txt}}": "A table cannot be built",
+    "history: {item_id: {kind: id, num_buckets: 0}}": "Not a number of buckets",
+    "history: {item_id: {kind: id, num_buckets: 5}}\ntables: {item_id: {num_buckets: 6}}": "A table is described twice",
+    "history: 3": "Not a mapping",
+    "[]": "Not a schema",
+    "history: [": "cannot be read",
+    "history: {}": "No per-position feature",
+}
+
+
+@pytest.mark.parametrize("text", BAD_SCHEMAS)
+def test_a_schema_that_asks_for_what_is_not_there_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "s.yaml").write_text(text)
+    with pytest.raises(ValueError, match=BAD_SCHEMAS[text]) as caught:
+        prepare(pa.table({"item_id": [[1]], "city": ["x"]}), tmp_path / "out", schema=tmp_path / "s.yaml")
+    assert [line.split(":")[0].strip() for line in str(caught.value).split("\n")[1:]] == ["got", "wanted", "where", "to do"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"item_id": [[1], [2]], "label": [1.0, None]}, "Not a label(.|\n)*row 1"),
+        ({"item_id": [[1], [2]], "label": [1.0, float("nan")]}, "Not a label(.|\n)*row 1"),
+        ({"item_id": [[1], [2]], "weight": [1.0, -1.0]}, "Not a weight(.|\n)*-1.0"),
+        ({"item_id": [[2**63]]}, "Not whole numbers of 64 bits(.|\n)*column 'item_id'"),
+        ({"item_id": pa.array([], pa.list_(pa.int64()))}, "No rows in the source"),
+        ({"age": [1]}, "No per-position feature"),
+    ],
+)
+def test_values_that_cannot_be_guessed_are_refused(tmp_path: Path, columns: dict[str, Any], told: str) -> None:
+    table = pa.table({n: pa.array(c, pa.list_(pa.uint64())) if c == [[2**63]] else c for n, c in columns.items()})
+    with pytest.raises(ValueError, match=told):
+        prepare(table, tmp_path / "out")
+
+
+def test_files_that_are_no_parquet_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(ValueError, match=r"Not readable as Parquet(.|\n)*a.parquet"):
+        prepare(tmp_path / "a.parquet", tmp_path / "out")
+    with pytest.raises(ValueError, match="No file found"):
+        prepare(tmp_path / "nothing-*.parquet", tmp_path / "out")
+    (tmp_path / "b.csv").write_text("user_id,item_id\n1,2\n")
+    with pytest.raises(ValueError, match="Files of two kinds"):
+        prepare([tmp_path / "a.parquet", tmp_path / "b.csv"], tmp_path / "out")
+
+
+def test_an_equal_store_is_kept_and_another_one_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.parquet", {"item_id": [[1]]})
+    prepare(file, tmp_path / "out")
+    before = (tmp_path / "out" / "samples.arrow").stat().st_ino
+    prepare(file, tmp_path / "out")
+    assert (tmp_path / "out" / "samples.arrow").stat().st_ino == before
+    written(file, {"item_id": [[2]]})
+    with pytest.raises(ValueError, match=r"taken(.|\n)*--overwrite"):
+        prepare(file, tmp_path / "out")
+    kept = open_store(tmp_path / "out")
+    assert raw_items(prepared(file, tmp_path / "out", overwrite=True)) == [[2]]
+    assert kept.position("item_id").tolist() == [1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parquet", "out"]
+
+
+def test_a_folder_of_something_else_is_never_taken_for_a_store(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="no prepared store"):
+        prepare(pa.table({"item_id": [[1]]}), tmp_path / "out")
+    assert (tmp_path / "out" / "thesis.txt").exists()
+
+
+_PREPARE = """
+import sys
+from distrag.data.prepare import prepare
+print("ready", flush=True)
+sys.stdin.readline()
+print(prepare(sys.argv[1], sys.argv[2], overwrite=sys.argv[3] == "True").content_hash)
+"""
+
+
+def at_once(code: str, *args: object) -> list[str]:
+    """Returns what two processes print that run the same code at the same moment."""
+    words = [sys.executable, "-c", code, *map(str, args)]
+    runs = [subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for run in runs:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ready\n"
+    told = []
+    for run in runs:
+        assert run.stdin is not None
+        run.stdin.write("go\n")
+        run.stdin.flush()
+    for run in runs:
+        told.append(run.communicate(timeout=120)[0].strip())
+        assert run.returncode == 0
+    return told
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_processes_may_prepare_one_folder_at_once(tmp_path: Path, overwrite: bool) -> None:
+    file = written(tmp_path / "a.parquet", {"item_id": [[i, i + 1] for i in range(5000)]})
+    hashes = at_once(_PREPARE, file, tmp_path / "out", overwrite)
+    assert set(hashes) == {open_store(tmp_path / "out", verify=True).content_hash}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parquet", "out"]
+
+
+EVENTS = st.tuples(st.none() | st.integers(-2, 300), st.none() | st.floats(-1e6, 1e6, width=32), st.integers(0, 3))
+
+
+@settings(max_examples=40)
+@given(st.lists(st.none() | st.lists(EVENTS, max_size=6), min_size=1, max_size=8), st.integers(1, 4))
+def test_parquet_to_store_to_arrays_gives_the_rows_back(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], read_rows: int) -> None:
+    folder = tmp_path_factory.mktemp("trip")
+    columns = {name: [None if r is None else [e[i] for e in r] for r in rows] for i, name in enumerate(("item_id", "price", "time"))}
+    kinds = (pa.int64(), pa.float32(), pa.int64())
+    arrays = {n: pa.array(c, pa.large_list(k)) for (n, c), k in zip(columns.items(), kinds, strict=True)}
+    (folder / "s.yaml").write_text("history: {item_id: id, price: {kind: number, transform: none}, time: time}")
+    file = written(folder / "a.parquet", arrays, row_group_size=2)
+    store = prepared(file, folder / "out", schema=folder / "s.yaml", read_rows=read_rows)
+    wanted = [sorted(row or [], key=lambda e: e[2]) for row in rows]
+    assert store.lengths.tolist() == [len(row) for row in wanted]
+    assert raw_items(store) == [[e[0] if e[0] is not None and e[0] >= 0 else None for e in row] for row in wanted]
+    known = [e[1] for row in wanted for e in row if e[1] is not None]
+    mean = np.float32(np.mean(known)) if known else np.float32(0)
+    prices = [mean if e[1] is None else e[1] for row in wanted for e in row]
+    assert store.position("price").tolist() == pytest.approx(prices, rel=1e-5, abs=1e-5)
+    assert store.position("time").tolist() == [e[2] for row in wanted for e in row]
+
+
+REAL = [
+    ("ml-100k", 943, 100_000, 1_682),
+    ("ml-1m", 6_040, 999_611, 3_416),
+    ("amazon-beauty-s3", 22_363, 198_502, 12_101),
+    ("amazon-sports-s3", 35_598, 296_337, 18_357),
+    ("lastfm-s3", 1_090, 52_551, 3_646),
+    ("amazon-beauty-bert4rec", 40_226, 353_962, 54_542),
+    ("amazon-grocery-rechorus-train", 14_681, 121_892, 8_687),
+    ("ebnerd-sample.history", 44, 8_303, 2_194),
+]
+
+
+@pytest.mark.parametrize(("name", "users", "interactions", "items"), REAL, ids=[r[0] for r in REAL])
+def test_real_data_sets_keep_every_interaction(
+    shared_data: Path, tmp_path: Path, name: str, users: int, interactions: int, items: int
+) -> None:
+    file = shared_data / f"{name}.parquet"
+    store = prepared(file, tmp_path / "out")
+    assert (store.num_samples, store.num_positions, store.schema.table("item_id").num_rows) == (users, interactions, items + 1)
+    table = pq.read_table(file, columns=["user_id", "item_id"])
+    words = np.concatenate([[-1], store.vocabulary("item_id").to_numpy()])
+    raw = words[store.position("item_id")]
+    assert store.key is not None
+    assert store.key.tolist() == table["user_id"].to_pylist()
+    assert raw.tolist() == table["item_id"].combine_chunks().flatten().to_pylist()
+
+
+@pytest.mark.parametrize(
+    "name", ["ebnerd-sample.impressions", "amazon-beauty-s3.items", "amazon-sports-s3.items", "lastfm-s3.items", "ml-1m.items"]
+)
+def test_other_real_files_can_be_prepared_too(shared_data: Path, tmp_path: Path, name: str) -> None:
+    store = prepared(shared_data / f"{name}.parquet", tmp_path / "out")
+    assert store.num_samples == pq.ParquetFile(shared_data / f"{name}.parquet").metadata.num_rows
