@@ -47,6 +47,10 @@ def measure(begin: Ints, end: Ints, samples: Ints, slope: Ints, fixed: Ints, off
 def take_ids(column: Column, starts: Ints, offsets: Ints, out: Ints) -> np.uint64:
     """Writes the ids of each history one after the other, int64 `[sum_L]`; returns the largest as unsigned."""
     largest = np.uint64(0)
+    # Windows lie anywhere in the file: a first look at each lets the processor wait for all of that memory at once.
+    for b in range(len(starts)):
+        if offsets[b + 1] > offsets[b]:
+            largest = max(largest, np.uint64(column[starts[b]]))
     for b in range(len(starts)):
         start, at = starts[b], offsets[b]
         for i in range(offsets[b + 1] - at):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distrag.batching.cut import NO_CAP, sort_pools, step_imbalances, walk
+from distrag.batching.cut import sort_pools, walk
+from distrag.batching.deal import NO_CAP, step_imbalances
 from distrag.problem import problem
 
 if TYPE_CHECKING:
