@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from distrag.data.content import SAMPLES, arrow_schema, content_hash, vocabulary_path
 from distrag.data.schema import GAP_ROWS, SCHEMA_FILE, Feature, Schema, Table, id_dtype, save_schema
-from distrag.data.store import SAMPLES, Store, arrow_schema, content_hash, open_store, vocabulary_path
+from distrag.data.store import Store, open_store
 from distrag.problem import problem
 
 if TYPE_CHECKING:

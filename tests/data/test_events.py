@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from distrag.data.prepare import prepare
-from distrag.data.store import Store, open_store
-from tests.data.test_prepare import raw_items
-
-
-def prepared(source: Any, out: Path, **options: Any) -> Store:
-    prepare(source, out, **options)
-    return open_store(out, verify=True)
+from tests.data.rows import prepared, raw_items
 
 
 def test_events_are_grouped_by_user_and_stably_sorted_by_time(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrag.data.prepare import prepare
-from distrag.data.store import Store, open_store
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def prepared(source: Any, out: Path, **options: Any) -> Store:
-    prepare(source, out, **options)
-    return open_store(out, verify=True)
-
-
-def written(path: Path, columns: dict[str, Any], **options: Any) -> Path:
-    pq.write_table(pa.table(columns), path, **options)
-    return path
-
-
-def raw_items(store: Store, name: str = "item_id") -> list[list[Any]]:
-    words = [None, *store.vocabulary(store.schema.feature(name).table or "").to_pylist()]
-    rows = zip(store.offsets[:-1], store.offsets[1:], strict=True)
-    return [[words[i] for i in store.position(name)[a:b]] for a, b in rows]
+from distrag.data.store import open_store
+from tests.data.rows import at_once, prepared, raw_items, written
 
 
 def test_item_0_is_an_item_and_not_the_unknown_row(tmp_path: Path) -> None:
@@ -267,6 +248,7 @@ BAD_SCHEMAS = {
     "context: {city: number}": "A column cannot be this feature",
     "history: [item_id]\ncontext: {item_id: {column: city}}": "Two features of one name",
     "label: bought": "No such column",
+    "events: {usr: who}": "did you mean 'user'",
     "tables: {itm: {num_buckets: 5}}": "A table that no feature uses",
     "tables: {item_id: {num_buckets: 5, vocabulary: v.txt}}": "A table cannot be built",
     "history: {item_id: {kind: id, num_buckets: 0}}": "Not a number of buckets",
@@ -330,12 +312,27 @@ def test_an_equal_store_is_kept_and_another_one_is_refused(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parquet", "out"]
 
 
-def test_a_folder_of_something_else_is_never_taken_for_a_store(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="no prepared store"):
-        prepare(pa.table({"item_id": [[1]]}), tmp_path / "out")
-    assert (tmp_path / "out" / "thesis.txt").exists()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="no prepared store"):
+            prepare(pa.table({"item_id": [[1]]}), tmp_path / "out", overwrite=overwrite)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_empty_folder_may_be_there_already(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert raw_items(prepared(pa.table({"item_id": [[1]]}), tmp_path / "out")) == [[1]]
+
+
+def test_a_broken_store_of_the_same_source_is_told_and_can_be_replaced(tmp_path: Path) -> None:
+    source = pa.table({"item_id": [[1]]})
+    prepare(source, tmp_path / "out")
+    (tmp_path / "out" / "samples.arrow").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"truncated(.|\n)*--overwrite"):
+        prepare(source, tmp_path / "out")
+    assert raw_items(prepared(source, tmp_path / "out", overwrite=True)) == [[1]]
 
 
 _PREPARE = """
@@ -345,24 +342,6 @@ print("ready", flush=True)
 sys.stdin.readline()
 print(prepare(sys.argv[1], sys.argv[2], overwrite=sys.argv[3] == "True").content_hash)
 """
-
-
-def at_once(code: str, *args: object) -> list[str]:
-    """Returns what two processes print that run the same code at the same moment."""
-    words = [sys.executable, "-c", code, *map(str, args)]
-    runs = [subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for run in runs:
-        assert run.stdout is not None
-        assert run.stdout.readline() == "ready\n"
-    told = []
-    for run in runs:
-        assert run.stdin is not None
-        run.stdin.write("go\n")
-        run.stdin.flush()
-    for run in runs:
-        told.append(run.communicate(timeout=120)[0].strip())
-        assert run.returncode == 0
-    return told
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

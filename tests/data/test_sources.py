@@ -14,7 +14,7 @@ from distrag.data.prepare import prepare
 from distrag.data.sources import MovieLensConfig, SyntheticConfig, fetch_wheel
 from distrag.data.split import SplitConfig, build_views
 from distrag.data.store import Store, open_store
-from tests.data.test_prepare import at_once
+from tests.data.rows import at_once
 
 _FETCH = """
 import sys

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from distrag.data.store import SAMPLES, Store, arrow_schema, open_store
+from distrag.data.content import SAMPLES, arrow_schema
+from distrag.data.store import Store, open_store
 from distrag.data.write import write_store
 
 

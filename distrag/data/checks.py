@@ -1,0 +1,126 @@
+"""What `open_store` looks at before it hands out a store, and what it looks at more closely when asked to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from distrag.data.content import CHUNK, SAMPLES, arrow_schema, chunks, content_hash, read_vocabulary, vocabulary_path
+from distrag.problem import problem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from distrag.data.schema import Schema
+    from distrag.data.store import Store
+
+AGAIN = "copy the store again, or run `distrag prepare` with --overwrite"
+
+
+def check_size(path: Path, schema: Schema) -> None:
+    """Refuses a file of samples that is truncated or belongs to another schema."""
+    file = path / SAMPLES
+    size = file.stat().st_size if file.is_file() else 0
+    if size != schema.num_bytes:
+        raise problem(
+            "The file of samples is truncated or not the one of this schema",
+            got=f"{size} bytes",
+            wanted=f"{schema.num_bytes} bytes",
+            where=file,
+            todo=AGAIN,
+        )
+
+
+def check_columns(path: Path, batch: pa.RecordBatch, schema: Schema) -> None:
+    """Refuses columns of other names, types, order, rows, or with nulls."""
+    wanted = arrow_schema(schema)
+    if not batch.schema.equals(wanted, check_metadata=False):
+        got, want = _flat_names(batch.schema), _flat_names(wanted)
+        differ = [f"{a} where {b} belongs" for a, b in zip(got, want, strict=False) if a != b] or [f"{len(got)} columns"]
+        raise problem(
+            "Columns are not those of the schema", got="; ".join(differ), wanted=", ".join(want), where=path / SAMPLES, todo=AGAIN
+        )
+    history = batch.column("history")
+    nulls = [name for name, column in zip(batch.schema.names, batch.columns, strict=True) if column.null_count]
+    nulls += [f.name for i, f in enumerate(schema.history) if history.values.field(i).null_count]
+    if nulls or batch.num_rows != schema.num_samples:
+        found = f"{batch.num_rows} rows, nulls in {nulls}"
+        raise problem(
+            "Rows are not those of the schema",
+            got=found,
+            wanted=f"{schema.num_samples} rows without nulls",
+            where=path / SAMPLES,
+            todo=AGAIN,
+        )
+
+
+def check_offsets(store: Store) -> None:
+    """Refuses offsets that do not lead through all positions in steps that never fall."""
+    offsets, size = store.offsets, store.num_positions
+    lens = {len(store.position(f.name)) for f in store.schema.history}
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if len(offsets) == store.num_samples + 1 and lens == {size} and offsets[0] == 0 and offsets[-1] == size and not len(falls):
+        return
+    got = f"{len(offsets)} offsets from {offsets[0]} to {offsets[-1]} over {sorted(lens)} positions"
+    got += f", falling at row {falls[0]}: {offsets[falls[0]]} to {offsets[falls[0] + 1]}" if len(falls) else ""
+    wanted = f"{store.num_samples + 1} offsets from 0 to {size}, never falling"
+    raise problem("Offsets do not describe the positions", got=got, wanted=wanted, where=store.path / SAMPLES, todo=AGAIN)
+
+
+def check_vocabulary(path: Path, table: str, size: int) -> None:
+    """Refuses a vocabulary that is missing or does not have `size` values."""
+    file = vocabulary_path(path, table)
+    try:
+        got: object = len(read_vocabulary(path, table))
+    except (pa.ArrowInvalid, OSError) as error:
+        got = str(error).split("\n")[0]
+    if got != size:
+        raise problem("A vocabulary is missing or does not fit its table", got=got, wanted=f"{size} values", where=file, todo=AGAIN)
+
+
+def verify(store: Store) -> None:
+    """Reads every byte and refuses ids outside their tables, numbers that are not finite, and another content hash."""
+    schema = store.schema
+    for place, features in (("history", schema.history), ("context", schema.context)):
+        for f in features:
+            values = store.columns[f"{place}:{f.name}"]
+            if f.kind == "id" and f.table is not None:
+                _verify_ids(store, f.name, values, schema.table(f.table).num_rows, per_position=place == "history")
+            bad = next((i * CHUNK for i, c in enumerate(chunks(values)) if f.kind == "number" and not np.isfinite(c).all()), None)
+            if bad is not None:
+                raise problem(
+                    "A number is not finite",
+                    got="NaN or infinity",
+                    wanted="finite",
+                    where=f"{store.path}, {f.name}, after {bad}",
+                    todo=AGAIN,
+                )
+    vocabularies = {t.name: store.vocabulary(t.name) for t in schema.tables if t.kind == "vocabulary"}
+    found = content_hash(schema, store.offsets, store.columns, vocabularies)
+    if found != schema.content_hash:
+        raise problem("The content is not what was prepared", got=found, wanted=schema.content_hash, where=store.path, todo=AGAIN)
+
+
+def _flat_names(schema: pa.Schema) -> list[str]:
+    names: list[str] = []
+    for entry in schema:
+        value = entry.type.value_type if pa.types.is_large_list(entry.type) else None
+        if value is not None and pa.types.is_struct(value):
+            names.extend(f"{entry.name}:{value.field(i).name} ({value.field(i).type})" for i in range(value.num_fields))
+        else:
+            names.append(f"{entry.name} ({entry.type})")
+    return names
+
+
+def _verify_ids(store: Store, name: str, values: NDArray[Any], num_rows: int, *, per_position: bool) -> None:
+    for i, chunk in enumerate(chunks(values)):
+        bad = np.flatnonzero((chunk >= num_rows) | (chunk < 0))
+        if len(bad):
+            at = i * CHUNK + int(bad[0])
+            row = int(np.searchsorted(store.offsets, at, side="right")) - 1 if per_position else at
+            where = f"{store.path}, feature {name!r}, sample {row}" + (f", position {at - store.offsets[row]}" if per_position else "")
+            raise problem("An id is outside its table", got=int(values[at]), wanted=f"0 .. {num_rows - 1}", where=where, todo=AGAIN)

@@ -1,0 +1,82 @@
+"""What the bytes of a store are: its files, their Arrow types, and the hash over all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from distrag.data.schema import Schema, meaning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+SAMPLES = "samples.arrow"
+CHUNK = 1 << 22
+
+
+def arrow_schema(schema: Schema) -> pa.Schema:
+    """Returns the Arrow types that `samples.arrow` has for `schema`."""
+    struct = pa.struct([pa.field(f.name, _arrow_type(f.dtype), nullable=False) for f in schema.history])
+    entries = [pa.field("history", pa.large_list(pa.field("item", struct, nullable=False)), nullable=False)]
+    entries += [pa.field(f"context:{f.name}", _arrow_type(f.dtype), nullable=False) for f in schema.context]
+    for name, present, dtype in (("label", schema.label, "float32"), ("weight", schema.weight, "float32"), ("key", schema.key, "int64")):
+        if present is not None:
+            entries.append(pa.field(name, _arrow_type(dtype), nullable=False))
+    return pa.schema(entries)
+
+
+def vocabulary_path(path: Path, table: str) -> Path:
+    """Returns where the raw values of `table` are kept."""
+    return path / "vocab" / f"{quote(table, safe='')}.arrow"
+
+
+def read_vocabulary(path: Path, table: str) -> pa.Array:
+    """Returns the raw values of `table`, memory-mapped, ascending."""
+    with pa.ipc.open_file(pa.memory_map(str(vocabulary_path(path, table)))) as reader:
+        return reader.get_batch(0).column(0)
+
+
+def content_hash(
+    schema: Schema, offsets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]], vocabularies: Mapping[str, pa.Array]
+) -> str:
+    """Returns the blake2b hash of everything a reader sees; independent of Arrow's layout, paths and dates."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(meaning(schema), sort_keys=True).encode())
+    for name, values in [("offsets", offsets), *sorted(columns.items())]:
+        digest.update(f"{name}|{values.dtype.name}|{len(values)}|".encode())
+        for chunk in chunks(values):
+            digest.update(chunk.tobytes())
+    for name, array in sorted(vocabularies.items()):
+        digest.update(f"{name}|{array.type}|{len(array)}|".encode())
+        for part in _vocabulary_bytes(array):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def chunks(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yields slices of `values` that are small enough to work on beside a mapped file."""
+    for start in range(0, len(values), CHUNK):
+        yield values[start : start + CHUNK]
+
+
+def _arrow_type(dtype: str) -> pa.DataType:
+    return pa.from_numpy_dtype(np.dtype(dtype))
+
+
+def _vocabulary_bytes(array: pa.Array) -> Iterator[bytes]:
+    for start in range(0, len(array), CHUNK):
+        part = array.slice(start, CHUNK)
+        if pa.types.is_large_string(array.type):
+            yield pc.binary_length(part).to_numpy().tobytes()
+            yield "".join(part.to_pylist()).encode()
+        else:
+            yield part.to_numpy().tobytes()
