@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distrag.batch import RaggedBatch
 from distrag.batching.gather import (
+    all_known,
     count_known,
     measure,
     take_gap_buckets,
@@ -104,7 +105,7 @@ class Collate:
         self._fixed = np.array([key.fixed for key in self._keys], np.int64)
         self._numbers = [(take_numbers if f.kind == "number" else take_log_gaps, store.position(f.name)) for f in history if _is_number(f)]
         self._context = [store.context(f.name) for f in context if f.kind == "number"]
-        self._counted: tuple[View, Floats] | None = None
+        self._counted: dict[int, tuple[View, Floats]] = {}
 
     def _build_keys(self, history: list[Feature], context: list[Feature]) -> list[_Key]:
         store, schema = self.store, self.store.schema
@@ -230,10 +231,11 @@ class Collate:
         return torch.from_numpy(numbers), torch.from_numpy(context), torch.from_numpy(labels), torch.from_numpy(weights)
 
     def counts(self, view: View) -> Floats:
-        """Returns what each sample adds to the count its loss is divided by, float64 `[n]`; see `view_counts`. Kept for the last view."""
-        if self._counted is None or self._counted[0] is not view:
-            self._counted = view, view_counts(view, self.store, task=self.task, target=self.target.name if self.target else None)
-        return self._counted[1]
+        """Returns what each sample adds to the count its loss is divided by, float64 `[n]`; see `view_counts`. Kept for each view."""
+        if id(view) not in self._counted:
+            counts = view_counts(view, self.store, task=self.task, target=self.target.name if self.target else None)
+            self._counted[id(view)] = view, counts  # the view is kept too, or another could get its id
+        return self._counted[id(view)][1]
 
 
 def view_counts(view: View, store: Store, *, task: str, target: str | None = None) -> Floats:
@@ -251,11 +253,13 @@ def view_counts(view: View, store: Store, *, task: str, target: str | None = Non
     assert target is not None
     feature = store.schema.feature(target)
     assert feature.table is not None
-    if store.schema.table(feature.table).num_unknown == 0:
+    column = store.position(target)
+    # Stores written from arrays do not count their unknown ids, so a count of 0 is checked: a wrong divisor would stay silent.
+    if store.schema.table(feature.table).num_unknown == 0 and all_known(column):
         counts: Floats = np.maximum(view.end - view.begin - (view.next < 0), 0).astype(np.float64)
     else:
         counts = np.empty(len(view), np.float64)
-        count_known(store.position(target), view.begin, view.end, view.next, counts)
+        count_known(column, view.begin, view.end, view.next, counts)
     counts *= weights
     return counts
 

@@ -123,6 +123,19 @@ def take_gap_buckets(times: Column, starts: Ints, offsets: Ints, out: Ints) -> n
 
 
 @compiled
+def all_known(column: Column) -> bool:
+    """Returns whether no value of the column is row 0; reads it once, at the speed of memory."""
+    size = len(column)
+    for start in range(0, size, 4096):
+        zeros = 0
+        for at in range(start, min(start + 4096, size)):
+            zeros += column[at] == 0
+        if zeros:
+            return False
+    return True
+
+
+@compiled
 def count_known(column: Column, begin: Ints, end: Ints, following: Ints, out: Floats) -> None:
     """Writes how many known ids each history has to predict, float64 `[n]`: its events but the first, and the one that follows."""
     for sample in range(len(begin)):

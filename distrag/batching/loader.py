@@ -120,16 +120,15 @@ class Loader:
     def _build_cuda(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         for batch in batches:
-            pinned = batch.pin_memory()
-            with torch.cuda.stream(stream):
-                copied = pinned.to(self.device, non_blocking=True)
-                # The pinned source travels along: freed before the copy is done, its memory could be handed out again.
-                yield copied, pinned, stream.record_event()
+            with torch.cuda.stream(stream):  # of this device too: the thread's own default is GPU 0
+                copied = batch.pin_memory().to(self.device, non_blocking=True)
+                done = stream.record_event()
+            yield copied, done  # outside of the block: without a thread the consumer would go on in it
 
     def _arrive(self, batch: Any) -> RaggedBatch:
         if self.device.type != "cuda":
             return batch  # type: ignore[no-any-return]
-        copied, _pinned, done = batch
+        copied, done = batch
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
         copied.record_stream(current)

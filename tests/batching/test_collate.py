@@ -142,7 +142,10 @@ def test_unknown_items_are_no_targets(store: Store) -> None:
     unweighted = replace(store, columns={k: v for k, v in store.columns.items() if k != "weight"})
     assert view_counts(view, unweighted, task="next_item", target="item_id").tolist() == [5, 0, 2, 2]
     assert view_counts(view, unweighted, task="next_item", target="item_id").dtype == np.float64
-    known = replace(unweighted, schema=replace(store.schema, tables=tuple(replace(t, num_unknown=0) for t in store.schema.tables)))
+    uncounted = replace(unweighted, schema=replace(store.schema, tables=tuple(replace(t, num_unknown=0) for t in store.schema.tables)))
+    assert view_counts(view, uncounted, task="next_item", target="item_id").tolist() == [5, 0, 2, 2]
+    columns = {name: np.maximum(column, 1) if name == "history:item_id" else column for name, column in uncounted.columns.items()}
+    known = replace(uncounted, columns=columns)
     without_last = replace(view, next=np.full(4, -1))
     assert view_counts(view, known, task="next_item", target="item_id").tolist() == [5, 0, 2, 3]
     assert view_counts(without_last, known, task="next_item", target="item_id").tolist() == [4, 0, 1, 2]
