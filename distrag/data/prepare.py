@@ -86,18 +86,20 @@ def prepare(
     for column, why in recipe.left_out.items():
         _say(f"left out column {column!r}: {why}")
     provenance |= {"fingerprint": fingerprint, "source": _source_name(source), "left_out": dict(recipe.left_out)}
+    made = _write(out, recipe, rows, provenance, on_unknown, overwrite)
+    return _kept(out, fingerprint) if made is None else made
+
+
+def _write(out: Path, recipe: Recipe, rows: Rows, provenance: Mapping[str, Any], on_unknown: str, overwrite: bool) -> Schema | None:
     with new_folder(out) as folder:
         with Spool(folder / "spool") as spool:
             building = Building(recipe, rows, spool)
             building.read()
             if not building.num_samples:
-                raise problem(
-                    "No rows in the source", got="0 rows", wanted="at least 1", where=_source_name(source), todo="give another source"
-                )
+                where = provenance["source"]
+                raise problem("No rows in the source", got="0 rows", wanted="at least 1", where=where, todo="give another source")
             made = building.write(folder, provenance, on_unknown)
-        if not publish(folder, out, overwrite=overwrite):
-            return _kept(out, fingerprint)
-    return made
+        return made if publish(folder, out, overwrite=overwrite) else None
 
 
 def _open_rows(

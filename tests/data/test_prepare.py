@@ -99,6 +99,14 @@ def test_a_file_of_many_row_groups_and_chunks_streams_to_the_same_rows(tmp_path:
     assert whole.content_hash == store.content_hash
 
 
+def test_a_slice_of_a_table_gives_only_its_own_rows(tmp_path: Path) -> None:
+    table = pa.table({"item_id": [[1], [2, 3], [4, 5, 6]], "user_id": [7, 8, 9]})
+    store = prepared(pa.concat_tables([table, table.slice(1)]).slice(1), tmp_path / "out")
+    assert raw_items(store) == [[2, 3], [4, 5, 6], [2, 3], [4, 5, 6]]
+    assert store.key is not None
+    assert store.key.tolist() == [8, 9, 8, 9]
+
+
 def test_integer_types_and_empty_files_are_joined_over_files(tmp_path: Path) -> None:
     written(tmp_path / "a.parquet", {"item_id": pa.array([[1]], pa.list_(pa.int32()))})
     written(tmp_path / "b.parquet", {"item_id": pa.array([[2**40]], pa.list_(pa.int64()))})
