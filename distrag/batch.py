@@ -112,7 +112,7 @@ def _check_lengths(batch: RaggedBatch) -> None:
     if int(batch.offsets[0]) != 0 or bool((lengths < 0).any()) or int(batch.offsets[-1]) != batch.num_tokens:
         raise problem(
             "Offsets do not describe the positions",
-            got=f"first {int(batch.offsets[0])}, last {int(batch.offsets[-1])}, shortest length {int(lengths.min()) if len(lengths) else 0}",
+            got=f"first {int(batch.offsets[0])}, last {int(batch.offsets[-1])}, shortest length {min(lengths.tolist(), default=0)}",
             wanted=f"first 0, never falling, last {batch.num_tokens}",
             where="RaggedBatch.offsets",
             todo=_BUILD,

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from distrag.parallel import Parallel
 from distrag.problem import problem
@@ -54,7 +55,7 @@ def save_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, extra
         part.mkdir(parents=True)
     world.barrier()
     with _quiet():
-        dcp.save(_state(parallel, optimizer), checkpoint_id=str(part))
+        save(_state(parallel, optimizer), checkpoint_id=str(part))
     if world.rank == 0:
         (part / _EXTRA).write_text(json.dumps(extra))
         _replace(part, path)
@@ -93,7 +94,7 @@ def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, world
     found = find_checkpoint(path)
     state = _state(parallel, optimizer)
     with _quiet():
-        dcp.load(state, checkpoint_id=str(found))
+        load(state, checkpoint_id=str(found))
     parallel.model.load_state_dict(state["model"])
     if optimizer is not None:
         optimizer.load_state_dict(_with_empty(state["optim"], optimizer.state_dict()))

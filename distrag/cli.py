@@ -69,7 +69,7 @@ def _prepare(words: list[str]) -> None:
     parser.add_argument("source", nargs="+", help="Parquet or CSV files, folders, globs; a schema YAML; ml-100k; synthetic")
     parser.add_argument("--out", required=True, help="folder of the store")
     parser.add_argument("--schema", help="YAML that names features; what it does not say is inferred")
-    parser.add_argument("--on-unknown", choices=("count", "error"), default="count", help="null and negative ids: row 0 and counted, or refused")
+    parser.add_argument("--on-unknown", choices=("count", "error"), default="count", help="bad ids: row 0 and counted, or refused")
     parser.add_argument("--user", help="column of the user in a CSV of events")
     parser.add_argument("--item", help="column of the item in a CSV of events")
     parser.add_argument("--time", help="column of the time in a CSV of events")
@@ -98,7 +98,8 @@ def _prepare(words: list[str]) -> None:
         synthetic=SyntheticConfig(**{key: value for key, value in made.items() if value is not None}),
     )
     tables = ", ".join(f"{table.name} ({table.num_rows:,} rows)" for table in schema.tables)
-    print(f"{args.out}: {schema.num_samples:,} samples, {schema.num_positions:,} positions; tables: {tables}; hash {schema.content_hash[:12]}")
+    print(f"{args.out}: {schema.num_samples:,} samples, {schema.num_positions:,} positions; hash {schema.content_hash[:12]}")
+    print(f"tables: {tables}")
 
 
 def _stats(words: list[str]) -> None:

@@ -15,9 +15,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import BoundsCheckMode, ShardingEnv, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from distrag.embedding.config import TablesConfig
 from distrag.embedding.cpu_kernel import replace_cpu_kernels
 from distrag.embedding.plan import Placement, attach_table_optimizer, build_plan
-from distrag.embedding.config import TablesConfig
 from distrag.model import SequenceModel
 from distrag.world import World
 
@@ -41,10 +41,9 @@ class Parallel:
         tables = self.plain.tables
         if tables.replicated is not None and table in tables.replicated.embeddings:
             return [(0, 0, tables.replicated.embeddings[table].weight.detach())]
-        for name, value in self.plain.tables.sharded.state_dict().items():
-            if name.split(".")[-2] == table:
-                return [(s.metadata.shard_offsets[0], s.metadata.shard_offsets[1], s.tensor.detach()) for s in value.local_shards()]
-        raise KeyError(table)
+        assert tables.sharded is not None, f"no table {table!r}"
+        value = tables.sharded.state_dict()[f"embeddings.{table}.weight"]
+        return [(*piece.metadata.shard_offsets, piece.tensor.detach()) for piece in value.local_shards()]
 
 
 def build_parallel(model: SequenceModel, placements: Sequence[Placement], world: World, tables: TablesConfig, table_lr: float) -> Parallel:

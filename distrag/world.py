@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from distrag.problem import problem
 
@@ -38,10 +39,7 @@ class World:
 
     def free_bytes(self) -> int:
         """Returns how many bytes the device (its host, on CPU) has free; the smallest answer of all ranks."""
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            free = _available_bytes()
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else _available_bytes()
         return -int(self.all_reduce_max(torch.tensor(-free, device=self.device)))
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -130,7 +128,7 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
     if "MASTER_ADDR" in os.environ and size > 1:
         dist.init_process_group(backend, timeout=limit)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         rank, size, local_rank, local_size = 0, 1, 0, 1
     return World(rank, size, local_rank, local_size, chosen)
 

@@ -19,7 +19,7 @@ from distrag.problem import problem
 SGD, ADAGRAD, ROWWISE_ADAGRAD = 0, 1, 2
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _flat_rows(indices: Any, offsets: Any, num_samples: int, row_base: Any, num_rows: Any, out: Any) -> int:
     """Writes the row of each id in the concatenated tables; returns the first bad position, or -1."""
     for feature in range(row_base.shape[0]):
@@ -30,7 +30,7 @@ def _flat_rows(indices: Any, offsets: Any, num_samples: int, row_base: Any, num_
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _update(weights: Any, state: Any, rows: Any, order: Any, grad: Any, lr: float, eps: float, kind: int) -> None:
     n, dim = grad.shape
     total = np.empty(dim, dtype=np.float32)

@@ -23,10 +23,8 @@ def draw_curve(points: Sequence[tuple[float, float]]) -> str:
 
     path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in zip(xs, ys, strict=True))
     marks = "".join(_mark(place, x_low, y_low + y_span * share, y_low + y_span * share) for share in (0.0, 0.5, 1.0))
-    steps = "".join(
-        f'<text x="{place(x_low + x_span * share, y_low)[0]:.0f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{x_low + x_span * share:,.0f}</text>'
-        for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end"))
-    )
+    ends = [(x_low + x_span * share, anchor) for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end"))]
+    steps = "".join(f'<text x="{place(x, y_low)[0]:.0f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{x:,.0f}</text>' for x, anchor in ends)
     dots = "".join('<circle cx="{:.1f}" cy="{:.1f}" r="2"/>'.format(*place(x, y)) for x, y in points) if len(points) <= 40 else ""
     style = 'font-size="11" fill="#5a6675" font-family="system-ui, sans-serif"'
     line = f'<polyline points="{path}" fill="none" stroke="#2f6fde" stroke-width="1.6"/><g fill="#2f6fde">{dots}</g>'

@@ -18,7 +18,9 @@ td.n { text-align: right; font-variant-numeric: tabular-nums; }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem; }
 figure { margin: 0; } figcaption { color: #5a6675; font-size: .85rem; } svg { width: 100%; height: auto; }
 pre { background: #f5f7f9; padding: 1rem; overflow-x: auto; font-size: .8rem; }
-@media (prefers-color-scheme: dark) { body { color: #d9dfe6; background: #14181d; } th, td { border-color: #2c343d; } pre { background: #1c2229; } }
+@media (prefers-color-scheme: dark) {
+body { color: #d9dfe6; background: #14181d; } th, td { border-color: #2c343d; } pre { background: #1c2229; }
+}
 """
 
 
@@ -93,7 +95,10 @@ def _metrics(result: dict[str, Any]) -> str:
 
 def _deeds(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
     train = [line for line in lines if line["kind"] == "train"]
-    mean = {key: _mean([line.get(key) for line in train]) for key in ("padded_batch_padding_share", "imbalance", "data_wait_share", "tokens_per_s")}
+    mean = {
+        key: _mean([line.get(key) for line in train])
+        for key in ("padded_batch_padding_share", "imbalance", "data_wait_share", "tokens_per_s")
+    }
     rows = {
         "padding that a padded batch would have had": _share(mean["padded_batch_padding_share"]),
         "imbalance of the ranks (max/mean cost)": _number(mean["imbalance"]),

@@ -111,7 +111,7 @@ def _check_unknown(config: RunConfig, schema: Schema) -> None:
     if config.data.on_unknown == "error":
         for feature in (*schema.history, *schema.context):
             if feature.num_unknown:
-                todo = "mend the source, prepare again with --on_unknown error to see where, or set --data.on_unknown=count"
+                todo = "mend the source, prepare again with --on-unknown error to see where, or set --data.on_unknown=count"
                 raise problem(
                     "The store holds unknown ids", got=feature.num_unknown, wanted=0, where=f"feature {feature.name!r}", todo=todo
                 )

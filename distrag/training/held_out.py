@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distrag.batch import RaggedBatch
 from distrag.batching.loader import Loader
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.evaluate import BinaryEvaluator, Catalogue, HeldOut, RankingEvaluator, build_catalogue

@@ -18,7 +18,7 @@ def build_loss(config: RunConfig) -> Any:
     Raises:
         ValueError: an unknown loss, or one of another task.
     """
-    section = config.loss
+    section: Any = config.loss
     default = "binary" if config.task == "conversion" else "sampled_softmax"
     name = section.name or default
     if config.task == "conversion" and name == "bce":

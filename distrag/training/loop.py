@@ -22,7 +22,7 @@ from distrag.checkpoint import load_checkpoint, save_checkpoint
 from distrag.config import RunConfig, read_config, to_dict
 from distrag.data.schema import save_schema
 from distrag.problem import problem
-from distrag.training.build import Job, agreed, build_job
+from distrag.training.build import agreed, build_job
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
 from distrag.training.metrics import MetricsWriter, finite
 from distrag.training.optim import Schedule, build_optimizer

@@ -31,7 +31,7 @@ class MetricsWriter:
         if active and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))  # type: ignore[no-untyped-call]
+            self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends one line, and one TensorBoard scalar per number.

@@ -21,7 +21,7 @@ def build_optimizer(parallel: Parallel, optim: OptimConfig, tables: TablesConfig
 
     Matrices decay; vectors (biases, norms) and tables do not.
     """
-    groups = {"replicated": {}, "vectors": {}, "matrices": {}}  # type: dict[str, dict[str, nn.Parameter]]
+    groups: dict[str, dict[str, nn.Parameter]] = {"replicated": {}, "vectors": {}, "matrices": {}}
     for name, parameter in parallel.dense.items():
         group = "replicated" if "tables.replicated" in name else "vectors" if parameter.ndim < 2 else "matrices"
         groups[group][name] = parameter

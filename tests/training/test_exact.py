@@ -129,13 +129,21 @@ def test_loss_curve_dense_parameters_tables_and_metrics_do_not_depend_on_the_num
                 assert len(losses) == 30
                 np.testing.assert_allclose(losses, losses1, rtol=0, atol=1e-5, err_msg=f"{world} ranks, {case}")
                 worst = {n: float(np.abs(state[n] - v).max()) for n, v in state1.items()}
-                print("WORST", world, case, sorted(((v, k) for k, v in worst.items()), reverse=True)[:2], float(np.abs(np.subtract(losses, losses1)).max()))
+                print(
+                    "WORST",
+                    world,
+                    case,
+                    sorted(((v, k) for k, v in worst.items()), reverse=True)[:2],
+                    float(np.abs(np.subtract(losses, losses1)).max()),
+                )
                 for name, values in state1.items():
                     if "qkv.bias" in name:
                         continue
                     np.testing.assert_allclose(state[name], values, rtol=0, atol=1e-3, err_msg=f"{world} ranks, {case}, {name}")
                 assert test.keys() == test1.keys()
-                np.testing.assert_allclose([v for v in test.values() if v is not None], [v for v in test1.values() if v is not None], atol=1e-5)
+                np.testing.assert_allclose(
+                    [v for v in test.values() if v is not None], [v for v in test1.values() if v is not None], atol=1e-5
+                )
     assert sat_out > 0, "some rank had no sample in some step"
 
 
