@@ -127,10 +127,12 @@ def position_negatives(
         out: int64 `[sum_L * N]`, receives the rows.
     """
     base = _chained(_chained(np.uint64(_PER_SAMPLE), seed), epoch)
-    below, spare = np.empty(256, np.int64), np.empty(256, np.int64)
+    below, spare, near = np.empty(256, np.int64), np.empty(256, np.int64), np.empty(64, np.int64)
     at = 0
     for b in range(len(samples)):
         sample = samples[b]
+        if end[sample] == begin[sample]:
+            continue
         stop = max(end[sample], following[sample] + 1)
         if stop - first[sample] > len(below):
             below, spare = np.empty(2 * (stop - first[sample]), np.int64), np.empty(2 * (stop - first[sample]), np.int64)
@@ -138,18 +140,19 @@ def position_negatives(
         free = num_rows - 1 - met
         if free <= 0:
             met, free = 0, num_rows - 1
+        # The six upper bits of a draw say where to start looking: a bisection would guess wrong at every second branch.
+        low = 0
+        for bits in range(64):
+            while low < met and below[low] < (bits * free) >> 6:
+                low += 1
+            near[bits] = low
         of_sample = _chained(base, sample)
         for position in range(end[sample] - begin[sample]):
             key = _chained(of_sample, position)
             for j in range(num_negatives):
-                u = _below(_chained(key, j), free)
-                # Bisection without branches: the draws are random, so a processor would guess half of them wrong.
-                low, left = np.int64(0), met
-                while left > 1:
-                    half = left >> 1
-                    low += half * np.int64(below[low + half - 1] <= u)
-                    left -= half
-                if met > 0 and below[low] <= u:
+                z = _chained(key, j)
+                u, low = _below(z, free), near[z >> np.uint64(58)]
+                while low < met and below[low] <= u:
                     low += 1
                 out[at] = u + 1 + low
                 at += 1
