@@ -85,6 +85,8 @@ class SequenceModel(nn.Module):
         D = config.dim
         self.inputs, self.seed, self.autocast, self.join = inputs, seed, autocast, config.join
         self.tables, self.encoder, self.loss = tables, encoder, loss
+        # as in nn.Dropout, a module calls the share it drops `p`; keys that nobody asks for cost more than mean pooling
+        self.drops = any(getattr(module, "p", 0.0) > 0.0 for module in encoder.modules())
         num_ids, num_context = len(inputs.history_keys), len(inputs.context_keys)
         wide = D * num_ids if config.join == "concat" and num_ids > 1 else 0
         self.mix = nn.Linear(wide + inputs.num_numbers, D) if wide + inputs.num_numbers else None
@@ -117,7 +119,7 @@ class SequenceModel(nn.Module):
         return pooled.float()  # type: ignore[no-any-return]
 
     def _keys(self, batch: RaggedBatch) -> torch.Tensor | None:
-        if not self.training:
+        if not (self.training and self.drops):
             return None
         return ragged.position_keys(batch.samples, batch.offsets, seed=self.seed, epoch=batch.epoch, step=batch.step)
 

@@ -32,12 +32,12 @@ def build_optimizer(parallel: Parallel, optim: OptimConfig, tables: TablesConfig
 
 def _dense(optim: OptimConfig, decay: float) -> _Make:
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optim.name]
-    return lambda params: kind(params, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=decay)
+    return lambda params: kind(params, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=decay, fused=True)
 
 
 def _replicated(optim: OptimConfig, tables: TablesConfig) -> _Make:
     if tables.replicated_optimizer == "adam":
-        return lambda params: torch.optim.Adam(params, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+        return lambda params: torch.optim.Adam(params, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     if tables.replicated_optimizer == "adagrad":
         return lambda params: torch.optim.Adagrad(params, lr=optim.lr)
     return lambda params: torch.optim.SGD(params, lr=optim.lr)
