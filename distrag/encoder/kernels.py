@@ -32,13 +32,14 @@ def compiled_loosely(function: _Function) -> _Function:
 
 
 def _exp(x: Any) -> Any:
-    """The exponential; float32 to 1e-7 relative, 0 below -87 counts as 1.6e-38."""
+    """The exponential; float32 to 1e-7 relative, 0 below -87: what is left of a denormal would slow every product it enters."""
     raise NotImplementedError
 
 
 def _exp32(x: Any) -> Any:
     # exp(x) = 2**k * exp(r) with |r| <= ln(2)/2. Source: Cephes expf, Moshier, 1989 (the coefficients). A NaN stays NaN.
-    x = _F(-87.0) if x < _F(-87.0) else x
+    tiny = x < _F(-87.0)
+    x = _F(-87.0) if tiny else x
     x = _F(88.0) if x > _F(88.0) else x
     k = np.floor(x * _F(1.4426950408889634) + _F(0.5))
     r = x - k * _F(0.693359375)
@@ -50,7 +51,8 @@ def _exp32(x: Any) -> Any:
     p = p * r + _F(1.6666665459e-1)
     p = p * r + _F(5.0000001201e-1)
     p = p * r * r + r + _F(1.0)
-    return p * np.int32((np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)
+    y = p * np.int32((np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return _F(0.0) if tiny else y
 
 
 def _exp64(x: Any) -> Any:
@@ -64,62 +66,70 @@ def _choose_exp(x: Any) -> Any:
 overload(_exp, jit_options={"fastmath": {"contract"}, "error_model": "numpy"})(_choose_exp)
 
 
-_tile_4x32, _tile_4x16, _tile_4x1 = make_tile(4, 2), make_tile(4, 1), make_tile(4, 1, 1)
-_tile_1x64, _tile_1x16, _tile_1x1 = make_tile(1, 4), make_tile(1, 1), make_tile(1, 1, 1)
+def _make_product(add: bool) -> Callable[[Array, Array, Array], None]:
+    tile_4x32, tile_4x16, tile_4x1 = make_tile(4, 2, add=add), make_tile(4, 1, add=add), make_tile(4, 1, 1, add=add)
+    tile_1x64, tile_1x16, tile_1x1 = make_tile(1, 4, add=add), make_tile(1, 1, add=add), make_tile(1, 1, 1, add=add)
+
+    @compiled
+    def product(out: Array, a: Array, b: Array) -> None:
+        M, N = out.shape
+        whole = M - M % 4
+        for i in range(0, whole, 4):
+            j = 0
+            while j + 32 <= N:
+                tile_4x32(out, a, b, i, j)
+                j += 32
+            while j + 16 <= N:
+                tile_4x16(out, a, b, i, j)
+                j += 16
+            while j < N:
+                tile_4x1(out, a, b, i, j)
+                j += 1
+        for i in range(whole, M):
+            j = 0
+            while j + 64 <= N:
+                tile_1x64(out, a, b, i, j)
+                j += 64
+            while j + 16 <= N:
+                tile_1x16(out, a, b, i, j)
+                j += 16
+            while j < N:
+                tile_1x1(out, a, b, i, j)
+                j += 1
+
+    return product
 
 
-@compiled
-def _add_product(out: Array, a: Array, b: Array) -> None:
-    # out [M, N] += a [M, K] @ b [K, N]; rows of out and b are contiguous, a may be a transposed view
-    M, N = out.shape
-    whole = M - M % 4
-    for i in range(0, whole, 4):
-        j = 0
-        while j + 32 <= N:
-            _tile_4x32(out, a, b, i, j)
-            j += 32
-        while j + 16 <= N:
-            _tile_4x16(out, a, b, i, j)
-            j += 16
-        while j < N:
-            _tile_4x1(out, a, b, i, j)
-            j += 1
-    for i in range(whole, M):
-        j = 0
-        while j + 64 <= N:
-            _tile_1x64(out, a, b, i, j)
-            j += 64
-        while j + 16 <= N:
-            _tile_1x16(out, a, b, i, j)
-            j += 16
-        while j < N:
-            _tile_1x1(out, a, b, i, j)
-            j += 1
+# out [M, N] = (or +=) a [M, K] @ b [K, N]; rows of out and b are contiguous, a may be a transposed view
+_set_product, _add_product = _make_product(False), _make_product(True)
 
 
 # ---- GRU: four sequences of similar length step together, so that each weight is loaded once for four
 
 
+# Cost: helpers take whole arrays and row numbers. A slice per row would count references with atomic instructions, a tenth of the time.
+
+
 @compiled
-def _gru_cell(r: Array, z: Array, n: Array, r_in: Array, z_in: Array, n_in: Array, h: Array) -> None:
-    # r, z, n: input parts, become the gates; *_in: recurrent parts; h: state, becomes the next
+def _copy(rows: Array, i: int, column: int, out: Array, k: int, at: int, count: int) -> None:
+    # out[k, at:at+count] = rows[i, column:column+count]
+    for j in range(count):
+        out[k, at + j] = rows[i, column + j]
+
+
+@compiled
+def _gru_cell(gates: Array, i: int, recurrent: Array, h: Array, s: int) -> None:
+    # gates[i]: input parts of r, z, n, become the gates; recurrent[s]: recurrent parts; h[s]: state, becomes the next
+    D = h.shape[1]
     one, two = h.dtype.type(1), h.dtype.type(2)
-    for j in range(h.shape[0]):
-        r[j] = one / (one + _exp(-(r[j] + r_in[j])))
-    for j in range(h.shape[0]):
-        z[j] = one / (one + _exp(-(z[j] + z_in[j])))
-    for j in range(h.shape[0]):
-        n[j] += r[j] * n_in[j]
-    for j in range(h.shape[0]):  # tanh(x) = 2 / (1 + exp(-2x)) - 1
-        n[j] = two / (one + _exp(-two * n[j])) - one
-    for j in range(h.shape[0]):
-        h[j] = n[j] + z[j] * (h[j] - n[j])
-
-
-@compiled
-def _copy(x: Array, out: Array) -> None:
-    for j in range(out.shape[0]):
-        out[j] = x[j]
+    for j in range(2 * D):
+        gates[i, j] = one / (one + _exp(-(gates[i, j] + recurrent[s, j])))
+    for j in range(D):
+        recurrent[s, j] = gates[i, j] * recurrent[s, 2 * D + j]
+    for j in range(D):  # tanh(x) = 2 / (1 + exp(-2x)) - 1
+        gates[i, 2 * D + j] = two / (one + _exp(-two * (gates[i, 2 * D + j] + recurrent[s, j]))) - one
+    for j in range(D):
+        h[s, j] = gates[i, 2 * D + j] + gates[i, D + j] * (h[s, j] - gates[i, 2 * D + j])
 
 
 @compiled
@@ -136,40 +146,36 @@ def gru_forward(gates: Array, w_hh_t: Array, b_hh: Array, offsets: Array, order:
             while offsets[order[block + active - 1] + 1] - offsets[order[block + active - 1]] <= t:
                 active -= 1
             for s in range(active):
-                _copy(b_hh, recurrent[s])
+                for j in range(3 * D):
+                    recurrent[s, j] = b_hh[j]
             if t > 0:
                 _add_product(recurrent[:active], h[:active], w_hh_t)
             for s in range(active):
                 i = offsets[order[block + s]] + t
-                g, r = gates[i], recurrent[s]
-                _gru_cell(g[:D], g[D : 2 * D], g[2 * D :], r[:D], r[D : 2 * D], r[2 * D :], h[s])
-                _copy(r[2 * D :], inner[i])
-                _copy(h[s], hidden[i])
+                _copy(recurrent, s, 2 * D, inner, i, 0, D)
+                _gru_cell(gates, i, recurrent, h, s)
+                _copy(h, s, 0, hidden, i, 0, D)
 
 
 @compiled
-def _gru_cell_backward(g: Array, q: Array, before: Array, carry: Array, d: Array) -> None:
-    # carry: gradient of the state, becomes the part that reaches the state before through z.
-    # d: gradients before the activations, of r, z, the recurrent part of n, and n.
-    D = carry.shape[0]
-    r, z, n, dr, dz, dq, dn = g[:D], g[D : 2 * D], g[2 * D :], d[:D], d[D : 2 * D], d[2 * D : 3 * D], d[3 * D :]
+def _gru_cell_backward(gates: Array, inner: Array, before: Array, i: int, carry: Array, d: Array, s: int) -> None:
+    # carry[s]: gradient of the state, becomes the part that reaches the state before through z.
+    # d[s]: gradients before the activations, of r, z, the recurrent part of n, and n.
+    D = carry.shape[1]
+    R, Z, N, Q = 0, D, 2 * D, 3 * D  # columns: in d the recurrent part of n comes third, n itself last
     one = carry.dtype.type(1)
-    for j in range(carry.shape[0]):
-        dn[j] = carry[j] * (one - z[j])
-    for j in range(carry.shape[0]):
-        dz[j] = (before[j] - n[j]) * z[j]
-    for j in range(carry.shape[0]):
-        dz[j] *= carry[j] * (one - z[j])
-    for j in range(carry.shape[0]):
-        dn[j] *= one - n[j] * n[j]
-    for j in range(carry.shape[0]):
-        dq[j] = dn[j] * r[j]
-    for j in range(carry.shape[0]):
-        dr[j] = dq[j] * (one - r[j])
-    for j in range(carry.shape[0]):
-        dr[j] *= q[j]
-    for j in range(carry.shape[0]):
-        carry[j] *= z[j]
+    for j in range(D):
+        n = gates[i, N + j]
+        d[s, Q + j] = carry[s, j] * (one - gates[i, Z + j]) * (one - n * n)
+    for j in range(D):
+        z = gates[i, Z + j]
+        d[s, Z + j] = carry[s, j] * (before[i, j] - gates[i, N + j]) * z * (one - z)
+    for j in range(D):
+        d[s, N + j] = d[s, Q + j] * gates[i, R + j]
+    for j in range(D):
+        d[s, R + j] = d[s, N + j] * inner[i, j] * (one - gates[i, R + j])
+    for j in range(D):
+        carry[s, j] *= gates[i, Z + j]
 
 
 @compiled
@@ -181,7 +187,6 @@ def gru_backward(
     D = hidden.shape[1]
     d = np.empty((4, 4 * D), hidden.dtype)
     carry = np.empty((4, D), hidden.dtype)
-    start = np.zeros(D, hidden.dtype)
     for block in range(0, order.shape[0], 4):
         size = min(4, order.shape[0] - block)
         active = 0
@@ -191,14 +196,16 @@ def gru_backward(
                 active += 1
             for s in range(active):
                 i = offsets[order[block + s]] + t
-                c, own = carry[s], grad[i]
                 for j in range(D):
-                    c[j] += own[j]
-                _copy(hidden[i - 1] if t > 0 else start, before[i])
-                _gru_cell_backward(gates[i], inner[i], before[i], c, d[s])
-                _copy(d[s], d_gates[i, : 2 * D])
-                _copy(d[s, 3 * D :], d_gates[i, 2 * D :])
-                _copy(d[s, 2 * D :], d_inner[i])
+                    carry[s, j] += grad[i, j]
+                if t > 0:
+                    _copy(hidden, i - 1, 0, before, i, 0, D)
+                else:
+                    before[i] = 0
+                _gru_cell_backward(gates, inner, before, i, carry, d, s)
+                _copy(d, s, 0, d_gates, i, 0, 2 * D)
+                _copy(d, s, 3 * D, d_gates, i, 2 * D, D)
+                _copy(d, s, 2 * D, d_inner, i, 0, D)
             if t > 0:
                 _add_product(carry[:active], d[:active], w_hh)
 
@@ -213,86 +220,98 @@ def _round_up(n: int) -> int:
     return (n + 15) // 16 * 16
 
 
+# Trap: only whole arrays are known to be contiguous. A row of a slice of columns would run without vectors.
+
+
 @compiled
-def _transpose(rows: Array, scale: Any, out: Array) -> None:
-    # out[k, j] = rows[j, k] * scale, zeros after the last row up to a multiple of 16
-    n = rows.shape[0]
-    for k in range(out.shape[0]):
-        for j in range(n):
-            out[k, j] = rows[j, k] * scale
-        for j in range(n, _round_up(n)):
-            out[k, j] = 0
+def _transpose(rows: Array, begin: int, column: int, count: int, scale: Any, out: Array) -> None:
+    # out[k, j] = rows[begin + j, column + k] * scale for j < count; what stands behind is old and must not be used
+    for j in range(count):
+        for k in range(out.shape[0]):
+            out[k, j] = rows[begin + j, column + k] * scale
 
 
-@compiled_loosely
-def _maximum(x: Array) -> Any:
-    top = x[0]
-    for j in range(1, x.shape[0]):
-        top = max(top, x[j])
+@compiled
+def _maximum(rows: Array, r: int, wide: int, lanes: Array) -> Any:
+    # sixteen maxima side by side, which a vector holds; `wide` is a multiple of 16
+    for j in range(16):
+        lanes[j] = rows[r, j]
+    for block in range(16, wide, 16):
+        for j in range(16):
+            v = rows[r, block + j]
+            lanes[j] = v if v > lanes[j] else lanes[j]
+    top = lanes[0]
+    for j in range(1, 16):
+        top = lanes[j] if lanes[j] > top else top
     return top
 
 
 @compiled_loosely
-def _total(x: Array) -> Any:
-    total = x.dtype.type(0)
-    for j in range(x.shape[0]):
-        total += x[j]
+def _total(rows: Array, r: int, wide: int) -> Any:
+    total = rows.dtype.type(0)
+    for j in range(wide):
+        total += rows[r, j]
     return total
 
 
 @compiled_loosely
-def _dot(x: Array, y: Array) -> Any:
+def _dot(x: Array, y: Array, i: int, at: int, count: int) -> Any:
     total = x.dtype.type(0)
-    for j in range(x.shape[0]):
-        total += x[j] * y[j]
+    for j in range(count):
+        total += x[i, at + j] * y[i, at + j]
     return total
 
 
 @compiled
-def _exp_minus(x: Array, shift: Any, count: int) -> None:
-    # x[:count] <- exp(x - shift), 0 after
-    for j in range(x.shape[0]):
-        x[j] = _exp(x[j] - shift)
-    for j in range(count, x.shape[0]):
-        x[j] = 0
+def _exp_minus(rows: Array, r: int, shift: Any, count: int, wide: int) -> None:
+    # rows[r, :count] <- exp(itself - shift), 0 from there up to `wide`
+    for j in range(wide):
+        rows[r, j] = _exp(rows[r, j] - shift)
+    for j in range(count, wide):
+        rows[r, j] = 0
 
 
 @compiled
-def _scale(x: Array, factor: Any) -> None:
-    for j in range(x.shape[0]):
-        x[j] *= factor
+def _softmax(rows: Array, r: int, count: int, wide: int, lanes: Array) -> Any:
+    # rows[r, :count] <- its softmax, 0 from there up to `wide`; returns the log of the denominator
+    for j in range(count, wide):
+        rows[r, j] = -np.inf
+    top = _maximum(rows, r, wide, lanes)
+    _exp_minus(rows, r, top, count, wide)
+    total = _total(rows, r, wide)
+    factor = rows.dtype.type(1) / total
+    for j in range(wide):
+        rows[r, j] *= factor
+    return top + math.log(total)
 
 
 @compiled
 def attention_forward(qkv: Array, offsets: Array, num_heads: int, causal: bool, longest: int, out: Array, log_sum: Array) -> None:
     # out [P, D] = softmax(q k / sqrt(D / H)) v inside each sequence and head; log_sum [P, H]: log of the softmax's denominator.
+    # Keys and values are copied together first: rows 3D apart fall on the same few cache sets.
     D = out.shape[1]
     W = D // num_heads
-    one = out.dtype.type(1)
     scale = out.dtype.type(1.0 / math.sqrt(W))
-    keys = np.empty((W, _round_up(longest)), out.dtype)
+    keys = np.zeros((W, _round_up(longest)), out.dtype)  # not empty: chance denormals behind a short sequence cost tenfold
+    values = np.empty((longest, W), out.dtype)
     scores = np.empty((_QUERIES, _round_up(longest)), out.dtype)
-    out[:] = 0
+    lanes = np.empty(16, out.dtype)
     for b in range(offsets.shape[0] - 1):
         begin, end = offsets[b], offsets[b + 1]
-        for at in range(0, D, W):
-            _transpose(qkv[begin:end, D + at : D + at + W], scale, keys)
+        for head in range(num_heads):
+            at = head * W
+            _transpose(qkv, begin, D + at, end - begin, scale, keys)
+            for j in range(end - begin):
+                _copy(qkv, begin + j, 2 * D + at, values, j, 0, W)
             for block in range(begin, end, _QUERIES):
                 stop = min(block + _QUERIES, end)
                 most = stop - begin if causal else end - begin
-                weights = scores[: stop - block, : _round_up(most)]
-                weights[:] = 0
-                _add_product(weights, qkv[block:stop, at : at + W], keys)
+                wide = _round_up(most)
+                weights = scores[: stop - block, :wide]
+                _set_product(weights, qkv[block:stop, at : at + W], keys)
                 for i in range(block, stop):
-                    n = i + 1 - begin if causal else most
-                    row = weights[i - block]
-                    top = _maximum(row[:n])
-                    _exp_minus(row, top, n)
-                    total = _total(row[:n])
-                    _scale(row, one / total)
-                    log_sum[i, at // W] = top + math.log(total)
-                values = qkv[begin : begin + most, 2 * D + at : 2 * D + at + W]
-                _add_product(out[block:stop, at : at + W], weights[:, :most], values)
+                    log_sum[i, head] = _softmax(scores, i - block, i + 1 - begin if causal else most, wide, lanes)
+                _set_product(out[block:stop, at : at + W], weights, values[:most])
 
 
 @compiled
@@ -305,35 +324,44 @@ def attention_backward(
     W = D // num_heads
     one = out.dtype.type(1)
     scale = out.dtype.type(1.0 / math.sqrt(W))
-    keys = np.empty((W, _round_up(longest)), out.dtype)
-    values = np.empty((W, _round_up(longest)), out.dtype)
-    scores = np.empty((_QUERIES, _round_up(longest)), out.dtype)
-    d_scores = np.empty((_QUERIES, _round_up(longest)), out.dtype)
-    d_qkv[:] = 0
+    keys, values = np.zeros((W, _round_up(longest)), out.dtype), np.zeros((W, _round_up(longest)), out.dtype)
+    key_rows, d_keys, d_values = np.empty((longest, W), out.dtype), np.empty((longest, W), out.dtype), np.empty((longest, W), out.dtype)
+    scores, d_scores = np.empty((_QUERIES, _round_up(longest)), out.dtype), np.empty((_QUERIES, _round_up(longest)), out.dtype)
     for b in range(offsets.shape[0] - 1):
         begin, end = offsets[b], offsets[b + 1]
-        for at in range(0, D, W):
-            q, k, v = slice(at, at + W), slice(D + at, D + at + W), slice(2 * D + at, 2 * D + at + W)
-            _transpose(qkv[begin:end, k], scale, keys)
-            _transpose(qkv[begin:end, v], one, values)
+        L = end - begin
+        for head in range(num_heads):
+            at = head * W
+            _transpose(qkv, begin, D + at, L, scale, keys)
+            _transpose(qkv, begin, 2 * D + at, L, one, values)
+            for j in range(L):
+                _copy(qkv, begin + j, D + at, key_rows, j, 0, W)
+                for k in range(W):
+                    d_keys[j, k] = 0
+                for k in range(W):
+                    d_values[j, k] = 0
             for block in range(begin, end, _QUERIES):
                 stop = min(block + _QUERIES, end)
-                most = stop - begin if causal else end - begin
-                weights, d_weights = scores[: stop - block, : _round_up(most)], d_scores[: stop - block, : _round_up(most)]
-                weights[:] = 0
-                _add_product(weights, qkv[block:stop, q], keys)
+                most = stop - begin if causal else L
+                wide = _round_up(most)
+                weights, d_weights = scores[: stop - block, :wide], d_scores[: stop - block, :wide]
+                queries, grads = qkv[block:stop, at : at + W], grad[block:stop, at : at + W]
+                _set_product(weights, queries, keys)
+                _set_product(d_weights, grads, values)
                 for i in range(block, stop):
-                    d_weights[i - block] = -_dot(grad[i, q], out[i, q])
-                _add_product(d_weights, grad[block:stop, q], values)
-                for i in range(block, stop):
-                    row, d_row = weights[i - block], d_weights[i - block]
-                    _exp_minus(row, log_sum[i, at // W], i + 1 - begin if causal else most)
-                    for j in range(row.shape[0]):
-                        d_row[j] *= row[j] * scale
-                seen = slice(begin, begin + most)
-                _add_product(d_qkv[block:stop, q], d_weights[:, :most], qkv[seen, k])
-                _add_product(d_qkv[seen, k], d_weights[:, :most].T, qkv[block:stop, q])
-                _add_product(d_qkv[seen, v], weights[:, :most].T, grad[block:stop, q])
+                    r, n = i - block, i + 1 - begin if causal else most
+                    _exp_minus(scores, r, log_sum[i, head], n, wide)
+                    shift = _dot(grad, out, i, at, W)
+                    for j in range(n):
+                        d_scores[r, j] = (d_scores[r, j] - shift) * (scores[r, j] * scale)
+                    for j in range(n, wide):
+                        d_scores[r, j] = 0
+                _set_product(d_qkv[block:stop, at : at + W], d_weights, key_rows[:most])
+                _add_product(d_keys[:most], d_weights.T, queries)
+                _add_product(d_values[:most], weights.T, grads)
+            for j in range(L):
+                _copy(d_keys, j, 0, d_qkv, begin + j, D + at, W)
+                _copy(d_values, j, 0, d_qkv, begin + j, 2 * D + at, W)
 
 
 # ---- prefixes

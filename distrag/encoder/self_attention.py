@@ -27,7 +27,7 @@ class SelfAttentionConfig:
     num_heads: int = 2
     dropout: float = 0.1
     ffn_factor: float = 4.0
-    activation: str = "gelu"
+    activation: str = "relu"
 
 
 class SelfAttention(nn.Module):

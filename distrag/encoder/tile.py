@@ -31,8 +31,8 @@ def _spread(builder: Any, value: Any, vector: Any) -> Any:
     return builder.shuffle_vector(builder.insert_element(undefined, value, lane), undefined, zeros)
 
 
-def make_tile(rows: int, vectors: int, lanes: int = _LANES) -> Callable[..., None]:
-    """Returns `tile(out, a, b, i, j)` for kernels: adds a @ b to `rows` rows from i and `vectors * lanes` columns from j of `out`.
+def make_tile(rows: int, vectors: int, lanes: int = _LANES, *, add: bool = True) -> Callable[..., None]:
+    """Returns `tile(out, a, b, i, j)` for kernels: puts a @ b into `rows` rows from i and `vectors * lanes` columns from j of `out`.
 
     The sum over k runs in order, one fused multiply-add after the other, so every size of tile gives the same bits.
 
@@ -40,6 +40,7 @@ def make_tile(rows: int, vectors: int, lanes: int = _LANES) -> Callable[..., Non
         rows: rows of `out` held at once.
         vectors: vectors of columns held at once.
         lanes: columns in a vector; 1 is for what is left at the right edge.
+        add: whether what `out` holds is added to.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -63,7 +64,8 @@ def make_tile(rows: int, vectors: int, lanes: int = _LANES) -> Callable[..., Non
         at = [builder.gep(out, [builder.add(builder.mul(r, strides[0][0]), column)]) for r in row]
         a_row = [builder.gep(a, [builder.mul(r, strides[1][0])]) for r in row]
         b_column = builder.gep(b, [column])
-        first = [[load(at[r], number(v * lanes * size), vector) for v in range(vectors)] for r in range(rows)]
+        zero = ir.Constant(element, 0.0) if lanes == 1 else ir.Constant(vector, [0.0] * lanes)
+        first = [[load(at[r], number(v * lanes * size), vector) if add else zero for v in range(vectors)] for r in range(rows)]
         before = builder.block
         head, body, done = (builder.append_basic_block(name) for name in ("head", "body", "done"))
         builder.branch(head)
