@@ -63,6 +63,7 @@ class TrainConfig:
         eval_ks: cut-offs of HR, NDCG and MRR.
         metric: what early stopping and the best checkpoint watch; empty means ndcg@10 (next_item) or auc (conversion).
         patience: evaluations without improvement before training stops; 0 never stops early.
+        refit: once valid has chosen the best step, train afresh for as many epochs on train and valid together, then test.
         seed: of everything random.
         precision: fp32 or bf16 (dense part under autocast; tables and loss stay float32).
         device: auto, cpu or cuda.
@@ -78,6 +79,7 @@ class TrainConfig:
     eval_ks: tuple[int, ...] = (5, 10, 20)
     metric: str = ""
     patience: int = 0
+    refit: bool = False
     seed: int = 0
     precision: str = "fp32"
     device: str = "auto"

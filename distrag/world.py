@@ -29,6 +29,7 @@ class World:
         local_rank: number of this process on its host.
         local_size: number of processes on its host.
         device: where this rank computes.
+        started_here: whether `start_world` started the process group, and `end_world` therefore ends it.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    started_here: bool = True
 
     def free_bytes(self) -> int:
         """Returns how many bytes the device (its host, on CPU) has free; the smallest answer of all ranks."""
@@ -121,7 +123,7 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
     torch.set_flush_denormal(True)  # subnormals cost up to 5.8x in long GRUs
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        return World(rank, size, rank, size, chosen)
+        return World(rank, size, rank, size, chosen, started_here=False)
     # The object collectives travel on gloo, tensors on nccl where the device is a GPU.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout_s)
@@ -158,7 +160,7 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def end_world(world: World) -> None:
-    """Ends the process group after a last barrier; without it good runs can end in SIGABRT."""
-    if dist.is_initialized():
+    """Ends the process group that `start_world` started, after a last barrier; without it good runs can end in SIGABRT."""
+    if world.started_here and dist.is_initialized():
         world.barrier()
         dist.destroy_process_group()

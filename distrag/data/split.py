@@ -73,7 +73,7 @@ class View:
         return len(self.rows)
 
 
-def build_views(store: Store, split: SplitConfig, *, task: Task, max_len: int) -> dict[Part, View]:
+def build_views(store: Store, split: SplitConfig, *, task: Task, max_len: int, fold_valid: bool = False) -> dict[Part, View]:
     """Returns the samples of train, valid and test.
 
     `next_item`: a history is followed by the event to predict. A train sample holds all train events of a row but the last, which is its
@@ -88,16 +88,18 @@ def build_views(store: Store, split: SplitConfig, *, task: Task, max_len: int) -
         split: how to divide.
         task: what is predicted.
         max_len: longest history; the newest events are kept.
+        fold_valid: whether train also holds what valid predicts, for a last fit once valid has chosen how long to train.
 
     Raises:
         ValueError: when the split does not fit the task or the store, or a share or `max_len` is out of range.
     """
     _check(split, task, max_len)
     if task == "conversion":
-        return _conversion(store, split, max_len)
+        return _conversion(store, split, max_len, fold_valid)
     if split.kind == "leave_one_out":
-        return _leave_one_out(store, max_len)
-    return _next_by_time(store, split, max_len) if split.kind == "time" else _next_by_row(store, split, max_len)
+        return _leave_one_out(store, max_len, fold_valid)
+    build = _next_by_time if split.kind == "time" else _next_by_row
+    return build(store, split, max_len, fold_valid)
 
 
 def row_parts(num_rows: int, split: SplitConfig) -> NDArray[np.int8]:
@@ -106,42 +108,43 @@ def row_parts(num_rows: int, split: SplitConfig) -> NDArray[np.int8]:
     return np.where(u < split.test_share, 2, np.where(u < split.test_share + split.valid_share, 1, 0)).astype(np.int8)
 
 
-def _leave_one_out(store: Store, max_len: int) -> dict[Part, View]:
+def _leave_one_out(store: Store, max_len: int, fold_valid: bool) -> dict[Part, View]:
     starts, n = store.offsets[:-1], store.lengths
     enough = np.flatnonzero(n >= 3)
     stops = starts[enough] + n[enough]
     return {
-        "train": _train(np.arange(len(n)), starts, np.where(n >= 3, n - 2, n), max_len),
+        "train": _train(np.arange(len(n)), starts, np.where(n >= 3, n - 2 + fold_valid, n), max_len),
         "valid": _view(enough, starts[enough], stops - 2, stops - 2, max_len),
         "test": _view(enough, starts[enough], stops - 1, stops - 1, max_len),
     }
 
 
-def _next_by_row(store: Store, split: SplitConfig, max_len: int) -> dict[Part, View]:
+def _next_by_row(store: Store, split: SplitConfig, max_len: int, fold_valid: bool) -> dict[Part, View]:
     starts, n = store.offsets[:-1], store.lengths
     part = np.where(n >= 2, row_parts(len(n), split), 0)
     rows = [np.flatnonzero(part == i) for i in range(3)]
-    views: dict[Part, View] = {"train": _train(rows[0], starts[rows[0]], n[rows[0]], max_len)}
+    fitted = np.flatnonzero(part <= fold_valid)
+    views: dict[Part, View] = {"train": _train(fitted, starts[fitted], n[fitted], max_len)}
     for name, chosen in zip(PARTS[1:], rows[1:], strict=True):
         last = starts[chosen] + n[chosen] - 1
         views[name] = _view(chosen, starts[chosen], last, last, max_len)
     return views
 
 
-def _next_by_time(store: Store, split: SplitConfig, max_len: int) -> dict[Part, View]:
+def _next_by_time(store: Store, split: SplitConfig, max_len: int, fold_valid: bool) -> dict[Part, View]:
     name = _time_column(split, [f.name for f in store.schema.history if f.kind == "time"], "per-position")
     times, starts, stops = store.position(name), store.offsets[:-1], store.offsets[1:]
     _check_sorted(store, times, name)
     cuts = _cuts(times, split)
     before = [starts + _count_before(times, store.offsets, cut) for cut in cuts]
-    views: dict[Part, View] = {"train": _train(np.arange(len(starts)), starts, before[0] - starts, max_len)}
+    views: dict[Part, View] = {"train": _train(np.arange(len(starts)), starts, before[int(fold_valid)] - starts, max_len)}
     for part, at, until in (("valid", before[0], before[1]), ("test", before[1], stops)):
         rows = np.flatnonzero(until > at)
         views["valid" if part == "valid" else "test"] = _view(rows, starts[rows], at[rows], at[rows], max_len)
     return views
 
 
-def _conversion(store: Store, split: SplitConfig, max_len: int) -> dict[Part, View]:
+def _conversion(store: Store, split: SplitConfig, max_len: int, fold_valid: bool) -> dict[Part, View]:
     if split.kind == "time":
         name = _time_column(split, [f.name for f in store.schema.context if f.kind == "time"], "per-sample")
         times = store.context(name)
@@ -151,7 +154,7 @@ def _conversion(store: Store, split: SplitConfig, max_len: int) -> dict[Part, Vi
         part = row_parts(store.num_samples, split)
     views: dict[Part, View] = {}
     for i, name_of_part in enumerate(PARTS):
-        rows = np.flatnonzero(part == i)
+        rows = np.flatnonzero(part <= fold_valid if i == 0 else part == i)
         views[name_of_part] = _view(rows, store.offsets[rows], store.offsets[rows + 1], np.full(len(rows), -1, np.int64), max_len)
     return views
 

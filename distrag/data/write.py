@@ -64,13 +64,17 @@ def write_store(
     for column, f in made.items():
         made[column] = f if f.dtype else replace(f, dtype=id_dtype(rows[f.table or ""]))
         columns[column] = arrays[column].astype(made[column].dtype)
+    unknown: dict[str, int] = {}
+    for column, f in made.items():
+        if f.kind == "id" and f.table is not None:
+            unknown[f.table] = unknown.get(f.table, 0) + int((columns[column] == 0).sum())
     schema = Schema(
         history=tuple(made[f"history:{name}"] for name in history),
         context=tuple(made[f"context:{name}"] for name in context or {}),
         label="label" if label is not None else None,
         weight="weight" if weight is not None else None,
         key="key" if key is not None else None,
-        tables=build_tables(list(made.values()), rows, dict.fromkeys(rows, "vocabulary")),
+        tables=build_tables(list(made.values()), rows, dict.fromkeys(rows, "vocabulary"), unknown),
         provenance={"source": "arrays in memory"},
     )
     words = {t.name: _vocabulary(t, dict(vocabularies or {})) for t in schema.tables if t.kind == "vocabulary"}

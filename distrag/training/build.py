@@ -66,22 +66,28 @@ def agreed(world: World, build: Callable[[], _T]) -> _T:
     return value  # type: ignore[return-value]
 
 
-def build_job(config: RunConfig, world: World) -> Job:
+def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> Job:
     """Returns the job of a config on these ranks.
+
+    Args:
+        config: the run.
+        world: the ranks.
+        fold_valid: train on train and valid together.
 
     Raises:
         ValueError: the same on every rank, before any rank waits for another: bad store, features, sizes or combination.
     """
     limit = _memory_limit(config, world)
-    store, views, inputs, model, placements, collate, cost, normalize = agreed(world, lambda: _prepare(config, world.size, limit))
+    plain = agreed(world, lambda: _prepare(config, world.size, limit, fold_valid))
+    store, views, inputs, model, placements, collate, cost, normalize = plain
     parallel = build_parallel(model, placements, world, config.tables, config.optim.table_lr)
     return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize)
 
 
-def _prepare(config: RunConfig, world_size: int, limit_bytes: int) -> tuple[Any, ...]:
+def _prepare(config: RunConfig, world_size: int, limit_bytes: int, fold_valid: bool) -> tuple[Any, ...]:
     store = open_store(config.data.path)
     _check_unknown(config, store.schema)
-    views = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len)  # type: ignore[arg-type]
+    views = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len, fold_valid=fold_valid)  # type: ignore[arg-type]
     inputs = build_inputs(config, store.schema)
     loss = build_loss(config)
     specs = build_specs(inputs, store.schema, loss.negatives != "none")

@@ -33,7 +33,13 @@ def evaluate_run(run_dir: str, part: str = "test", data: str | None = None) -> t
     world = start_world(config.train.device, timeout_s=config.train.timeout_s)
     try:
         job = build_job(dataclasses.replace(config, debug=False), world)
-        load_checkpoint(Path(run_dir) / "checkpoints" / "best", job.parallel, None, world)
+        load_checkpoint(final_checkpoint(Path(run_dir)), job.parallel, None, world)
         return evaluate_view(job, part), world.rank
     finally:
         end_world(world)
+
+
+def final_checkpoint(run_dir: Path) -> Path:
+    """Returns the checkpoint that a run was tested with: of the refit where there was one, else the best."""
+    refit = run_dir / "checkpoints" / "refit"
+    return refit if refit.exists() else run_dir / "checkpoints" / "best"

@@ -77,7 +77,6 @@ def finite(value: Any) -> Any:
 
 
 def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[shown]}")
-    )  # fmt: skip
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.fields[shown]}"))
     return Progress(*columns, refresh_per_second=2)

@@ -1,0 +1,161 @@
+"""A run as a user sees it: what it writes, when it stops, what it refuses, and what comes back from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from distrag.data.write import write_store
+from distrag.report.page import write_report
+from distrag.training.evaluate_run import evaluate_run
+from distrag.training.loop import train
+from distrag.training.optim import Schedule
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Users who walk through a ring of items: the next item is certain, so a model can learn it."""
+    random = np.random.default_rng(1)
+    lengths = random.integers(3, 15, 120)
+    rows = [(start + np.arange(n)) % 40 + 1 for start, n in zip(random.integers(0, 40, 120), lengths, strict=True)]
+    path = tmp_path_factory.mktemp("run") / "store"
+    label = np.array([row[-1] > 20 for row in rows])
+    write_store(path, history={"item": np.concatenate(rows)}, offsets=np.concatenate([[0], lengths.cumsum()]), label=label, key=np.arange(120) % 9)
+    return path
+
+
+def config(store: Path, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    base: dict[str, dict[str, Any]] = {
+        "data": {"path": str(store), "max_len": 15},
+        "batching": {"global_tokens": 256},
+        "model": {"dim": 16},
+        "encoder": {"name": "sasrec", "num_layers": 1, "dropout": 0.0},
+        "loss": {"name": "full_softmax"},
+        "optim": {"lr": 0.01},
+        "train": {"num_epochs": 12, "log_every": 2, "run_dir": str(run_dir), "device": "cpu"},
+    }
+    return {**base, **{key: {**base.get(key, {}), **value} if isinstance(value, dict) else value for key, value in sections.items()}}
+
+
+def test_a_run_learns_a_certain_pattern_and_leaves_everything_it_did(store: Path, tmp_path: Path) -> None:
+    result = train(config(store, tmp_path / "run"))
+    assert result.test["hr@5"] is not None
+    assert result.test["hr@5"] > 0.9
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    wanted = {"step", "epoch", "loss", "global_tokens", "samples", "tokens_per_s", "imbalance", "padded_batch_padding_share"}
+    wanted |= {"data_wait_share", "grad_norm", "lr"}
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert all(wanted <= line.keys() for line in trained)
+    assert trained[-1]["loss"] < trained[0]["loss"] / 2
+    assert [line["kind"] for line in lines if line["kind"] != "train"] == ["valid"] * 12 + ["test"]
+    summary = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert summary["test"]["users"] == 120
+    assert summary["world_size"] == 1
+    assert {"torch", "torchrec", "python"} <= summary["versions"].keys()
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 0.01
+    assert (tmp_path / "run" / "schema.yaml").exists()
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    page = write_report(tmp_path / "run").read_text()
+    assert "ndcg@10" in page
+    assert "polyline" in page
+
+
+@pytest.mark.parametrize("shard_rows", [1, 1000])
+def test_a_run_on_two_ranks_gives_the_same_test_metrics_from_its_checkpoint_on_one(store: Path, tmp_path: Path, shard_rows: int) -> None:
+    sections = config(store, tmp_path / "run", tables={"shard_rows": shard_rows}, loss={"name": "sampled_softmax"}, train={"num_epochs": 3})
+    tests = run_ranks(lambda: train(sections).test, 2)
+    assert tests[0] == tests[1]
+    again, rank = evaluate_run(str(tmp_path / "run"))
+    assert rank == 0
+    for name, value in tests[0].items():
+        assert again[name] == pytest.approx(value, abs=1e-6), name
+
+
+def test_an_earlier_run_in_the_folder_is_moved_aside_not_lost(store: Path, tmp_path: Path) -> None:
+    for _ in range(3):
+        train(config(store, tmp_path / "run", train={"num_epochs": 0, "max_steps": 2}))
+    assert all((tmp_path / name / "result.json").exists() for name in ("run", "run.1", "run.2"))
+
+
+def test_training_stops_after_patience_and_tests_the_best_state(store: Path, tmp_path: Path) -> None:
+    result = train(config(store, tmp_path / "run", optim={"lr": 1e-9}, train={"num_epochs": 50, "patience": 2}))
+    assert result.num_epochs < 10
+    assert result.valid["ndcg@10"] is not None
+
+
+def test_a_refit_trains_on_valid_too_and_is_what_evaluate_reads(store: Path, tmp_path: Path) -> None:
+    result = train(config(store, tmp_path / "run", train={"num_epochs": 3, "refit": True}))
+    assert result.refit_steps >= result.best_step
+    again, _ = evaluate_run(str(tmp_path / "run"))
+    assert again["ndcg@10"] == pytest.approx(result.test["ndcg@10"])
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "refit" in kinds
+
+
+def test_conversion_learns_labels_and_reports_group_auc(store: Path, tmp_path: Path) -> None:
+    sections = config(store, tmp_path / "run", encoder={"name": "gru"}, loss={"name": "bce"}, train={"num_epochs": 40})
+    sections["data"]["split"] = {"kind": "row", "valid_share": 0.2, "test_share": 0.2}
+    result = train({**sections, "task": "conversion"})
+    assert result.test["auc"] is not None
+    assert result.test["auc"] > 0.8
+    assert {"log_loss", "ne", "gauc", "gauc_mean", "calibration"} <= result.test.keys()
+
+
+def test_bf16_trains_the_dense_part_and_keeps_tables_in_float32(store: Path, tmp_path: Path) -> None:
+    result = train(config(store, tmp_path / "run", train={"precision": "bf16"}))
+    assert result.test["hr@5"] is not None
+    assert result.test["hr@5"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"path": "nowhere"}}, "nowhere"),
+        ({"data": {"history": ["itm"]}}, "(?s)no such feature.*itm"),
+        ({"data": {"target": "itm"}}, "(?s)predicts an id feature.*itm"),
+        ({"encoder": {"name": "self_attention"}}, "(?s)sees the future.*self_attention with next_item.*sasrec"),
+        ({"tables": {"shard_rows": 1}}, "(?s)full_softmax needs the whole item table.*row_wise"),
+        ({"tables": {"per_table": {"itme": "row_wise"}}}, "(?s)A table that does not exist.*itme"),
+        ({"tables": {"shard_rows": 1, "optimizer": "adam"}, "loss": {"name": "bce"}}, "(?s)No such fused optimizer.*adam on cpu"),
+        ({"tables": {"max_gib_per_rank": 1e-6}}, "(?s)tables do not fit.*item: 41 x 16"),
+        ({"loss": {"name": "binary"}}, "(?s)loss does not fit the task.*binary with next_item"),
+        ({"encoder": {"num_heads": 3}}, "(?s)heads"),
+        ({"train": {"num_epochs": 0}}, "The run has no length"),
+        ({"train": {"metric": "ndcg@7"}}, "(?s)No such metric.*ndcg@7.*ndcg@10"),
+        ({"task": "conversion", "loss": {"name": ""}}, "(?s)split does not fit the task"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank_alike(store: Path, tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(config(store, tmp_path / "run", **sections))
+
+
+def test_a_refusal_on_two_ranks_ends_both_with_the_same_reason(store: Path, tmp_path: Path) -> None:
+    def attempt() -> str:
+        with pytest.raises(ValueError, match="tables do not fit") as caught:
+            train(config(store, tmp_path / "run", tables={"max_gib_per_rank": 1e-6}))
+        return str(caught.value)
+
+    first, second = run_ranks(attempt, 2)
+    assert first == second
+
+
+def test_warm_up_and_cosine_reach_dense_and_fused_rates_without_a_lag(store: Path, tmp_path: Path) -> None:
+    from distrag.config import OptimConfig
+
+    class Holder:
+        param_groups = ({"lr": 1.0}, {"lr": 0.5})
+
+    schedule = Schedule(Holder(), OptimConfig(warmup_steps=4, schedule="cosine", min_lr_share=0.1), 14)  # type: ignore[arg-type]
+    factors = [schedule.set(step) for step in range(15)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[9] == pytest.approx(0.55)
+    assert factors[14] == pytest.approx(0.1)
+    assert [group["lr"] for group in Holder.param_groups] == pytest.approx([0.1, 0.05])
