@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         """
         if offsets.device.type == "cpu":
             _check_longest(offsets, self.max_len)
-        x = x + self.positions[ragged.age(offsets, x.shape[0])].to(x.dtype)
+        x = x + self.positions.index_select(0, ragged.age(offsets, x.shape[0])).to(x.dtype)
         x = ragged.dropout(x, self.p if self.training else 0.0, keys, 0)
         for block in self.blocks:
             x = block(x, offsets, keys)

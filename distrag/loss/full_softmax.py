@@ -22,11 +22,11 @@ class FullSoftmaxConfig:
 
     Args:
         temperature: what dot products are divided by.
-        chunk_logits: logits worked on at a time (4 bytes each); what the loss needs beside its gradients.
+        chunk_logits: logits worked on at a time (8 bytes each); what the loss needs beside its gradients.
     """
 
     temperature: float = 1.0
-    chunk_logits: int = 1 << 21
+    chunk_logits: int = 1 << 22
 
 
 class FullSoftmax(nn.Module):
@@ -67,20 +67,16 @@ class _FullSoftmax(torch.autograd.Function):
         size = max(1, chunk_logits // max(1, items.shape[0]))
         for at in range(0, states.shape[0], size):
             part = slice(at, at + size)
-            s, w, ids = states[part], weights[part], target_ids[part, None]
-            logits = (s @ items.t()).mul_(scale)
-            score = logits.gather(1, ids)[:, 0]
+            s, w, ids = states[part] * scale, weights[part], target_ids[part, None]
+            logits = s @ items.t()
             logits[:, 0] = float("-inf")
-            top = logits.amax(1)
-            logits.sub_(top[:, None]).exp_()
-            sum_all = logits.sum(1)
-            total += torch.where(w != 0, w * (sum_all.log() + top - score), 0.0).sum()
+            logs = torch.log_softmax(logits, 1)
+            total -= torch.where(w != 0, w * logs.gather(1, ids)[:, 0], 0.0).sum()
             if d_states is not None and d_items is not None:
-                share = w * scale
-                logits.mul_((share / sum_all)[:, None])
-                logits.scatter_add_(1, ids, -share[:, None])
-                torch.mm(logits, items, out=d_states[part])
-                d_items.addmm_(logits.t(), s)
+                shares = logs.exp_()
+                shares.scatter_add_(1, ids, shares.new_full((1, 1), -1.0).expand_as(ids))
+                torch.mm(shares, items, out=d_states[part]).mul_((w * scale)[:, None])
+                d_items.addmm_(shares.t(), s * w[:, None])
         ctx.save_for_backward(d_states, d_items)
         return total
 

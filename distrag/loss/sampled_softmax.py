@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from distrag.loss.targets import NextItemTargets
 
-_CHUNK = 1 << 18  # logits worked on at a time: 1 MiB of float32 stays in a core's cache
+_CHUNK = 1 << 17  # logits worked on at a time: half a MiB of float32 stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,21 @@ class SampledSoftmax(nn.Module):
         return F.normalize(vectors, dim=1) if self.normalize else vectors
 
 
+def _leave_out_targets(logits: Tensor, target_ids: Tensor, negative_ids: Tensor, ordered: Tensor) -> None:
+    """Sets to -inf the logits of negatives that are the position's own target; `ordered` are the sorted negatives."""
+    if not logits.is_cuda:  # few rows are hit, and comparing all pairs costs as much as the product; on CUDA asking which ones would wait
+        place = torch.searchsorted(ordered, target_ids).clamp_max_(ordered.shape[0] - 1)
+        rows = (ordered[place] == target_ids).nonzero()[:, 0]
+        logits[rows] = logits[rows].masked_fill_(target_ids[rows, None] == negative_ids, float("-inf"))
+    else:
+        logits.masked_fill_(target_ids[:, None] == negative_ids, float("-inf"))
+
+
 class _SampledSoftmax(torch.autograd.Function):
-    """Computes the gradients in the forward pass, chunk by chunk: the logits `[P, N]` exist once, in cache, and never as a whole."""
+    """Computes the gradients in the forward pass, chunk by chunk: the logits `[P, N]` exist once, in cache, and never as a whole.
+
+    The positive is the last column. Weights multiply `[P, D]`, not the four times larger `[P, N]`.
+    """
 
     @staticmethod
     def forward(
@@ -86,27 +99,27 @@ class _SampledSoftmax(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         wants = any(ctx.needs_input_grad[:3])
-        total = states.new_zeros(())
+        total, N = states.new_zeros(()), negatives.shape[0]
         d_states, d_positives, d_negatives = (torch.zeros_like(t) if wants else None for t in (states, positives, negatives))
-        size = max(1, _CHUNK // max(1, negatives.shape[0]))
+        ordered = negative_ids.sort().values
+        size = max(1, _CHUNK // (N + 1))
         for at in range(0, states.shape[0], size):
             part = slice(at, at + size)
-            s, y, w = states[part], positives[part], weights[part]
-            logits = (s @ negatives.t()).mul_(scale)
-            logits.masked_fill_(target_ids[part, None] == negative_ids, float("-inf"))
-            score = torch.linalg.vecdot(s, y) * scale
-            top = torch.maximum(logits.amax(1), score) if negatives.shape[0] else score
-            logits.sub_(top[:, None]).exp_()
-            own = (score - top).exp()
-            sum_all = logits.sum(1) + own
-            total += (w * (sum_all.log() + top - score)).sum()
+            s, y, w = states[part] * scale, positives[part], weights[part]
+            logits = s.new_empty(s.shape[0], N + 1)
+            torch.mm(s, negatives.t(), out=logits[:, :N])
+            if N:
+                _leave_out_targets(logits[:, :N], target_ids[part], negative_ids, ordered)
+            logits[:, N] = torch.linalg.vecdot(s, y)
+            logs = torch.log_softmax(logits, 1)
+            total -= torch.dot(w, logs[:, N])
             if d_states is not None and d_positives is not None and d_negatives is not None:
-                share = w * scale / sum_all
-                logits.mul_(share[:, None])
-                pull = (share * own - w * scale)[:, None]
-                torch.addmm(pull * y, logits, negatives, out=d_states[part])
+                shares = logs.exp_()
+                pull = (shares[:, N] - 1)[:, None]
+                s *= w[:, None]
+                torch.addmm(pull * y, shares[:, :N], negatives, out=d_states[part]).mul_((w * scale)[:, None])
                 torch.mul(pull, s, out=d_positives[part])
-                d_negatives.addmm_(logits.t(), s)
+                d_negatives.addmm_(shares[:, :N].t(), s)
         ctx.save_for_backward(d_states, d_positives, d_negatives)
         return total
 

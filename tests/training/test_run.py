@@ -69,7 +69,7 @@ def test_a_run_learns_a_certain_pattern_and_leaves_everything_it_did(store: Path
 @pytest.mark.parametrize("shard_rows", [1, 1000])
 def test_a_run_on_two_ranks_gives_the_same_test_metrics_from_its_checkpoint_on_one(store: Path, tmp_path: Path, shard_rows: int) -> None:
     sections = config(store, tmp_path / "run", tables={"shard_rows": shard_rows}, loss={"name": "sampled_softmax"}, train={"num_epochs": 3})
-    tests = run_ranks(lambda: train(sections).test, 2)
+    tests = run_ranks(lambda: train(sections).test, 2, timeout_s=200)
     assert tests[0] == tests[1]
     again, rank = evaluate_run(str(tmp_path / "run"))
     assert rank == 0
@@ -142,7 +142,7 @@ def test_a_refusal_on_two_ranks_ends_both_with_the_same_reason(store: Path, tmp_
             train(config(store, tmp_path / "run", tables={"max_gib_per_rank": 1e-6}))
         return str(caught.value)
 
-    first, second = run_ranks(attempt, 2)
+    first, second = run_ranks(attempt, 2, timeout_s=120)
     assert first == second
 
 
