@@ -63,7 +63,7 @@ class _FullSoftmax(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, items: Tensor, target_ids: Tensor, weights: Tensor, scale: float, chunk_logits: int) -> Tensor:
         wants = any(ctx.needs_input_grad[:2])
         total = states.new_zeros(())
-        d_states, d_items = (torch.zeros_like(t) if wants else None for t in (states, items))
+        d_states, d_items = (torch.empty_like(states), torch.zeros_like(items)) if wants else (None, None)
         size = max(1, chunk_logits // max(1, items.shape[0]))
         for at in range(0, states.shape[0], size):
             part = slice(at, at + size)

@@ -100,7 +100,8 @@ class _SampledSoftmax(torch.autograd.Function):
     ) -> Tensor:
         wants = any(ctx.needs_input_grad[:3])
         total, N = states.new_zeros(()), negatives.shape[0]
-        d_states, d_positives, d_negatives = (torch.zeros_like(t) if wants else None for t in (states, positives, negatives))
+        d_states, d_positives = (torch.empty_like(t) if wants else None for t in (states, positives))
+        d_negatives = torch.zeros_like(negatives) if wants else None
         ordered = negative_ids.sort().values
         size = max(1, _CHUNK // (N + 1))
         for at in range(0, states.shape[0], size):
@@ -117,7 +118,7 @@ class _SampledSoftmax(torch.autograd.Function):
                 shares = logs.exp_()
                 pull = (shares[:, N] - 1)[:, None]
                 s *= w[:, None]
-                torch.addmm(pull * y, shares[:, :N], negatives, out=d_states[part]).mul_((w * scale)[:, None])
+                torch.mm(shares[:, :N], negatives, out=d_states[part]).addcmul_(pull, y).mul_((w * scale)[:, None])
                 torch.mul(pull, s, out=d_positives[part])
                 d_negatives.addmm_(shares[:, :N].t(), s)
         ctx.save_for_backward(d_states, d_positives, d_negatives)
