@@ -26,7 +26,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [(start + np.arange(n)) % 40 + 1 for start, n in zip(random.integers(0, 40, 120), lengths, strict=True)]
     path = tmp_path_factory.mktemp("run") / "store"
     label = np.array([row[-1] > 20 for row in rows])
-    write_store(path, history={"item": np.concatenate(rows)}, offsets=np.concatenate([[0], lengths.cumsum()]), label=label, key=np.arange(120) % 9)
+    write_store(
+        path, history={"item": np.concatenate(rows)}, offsets=np.concatenate([[0], lengths.cumsum()]), label=label, key=np.arange(120) % 9
+    )
     return path
 
 
