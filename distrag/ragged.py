@@ -32,9 +32,13 @@ def compiled(function: _Function) -> _Function:
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """True when every tensor is float32 or float64 on the CPU, all of one dtype: what the compiled kernels take."""
+    """True when every tensor is float32 or float64 on the CPU, all of one dtype: what the compiled kernels take; never while tracing."""
     dtype = tensors[0].dtype
-    return dtype in (torch.float32, torch.float64) and all(t.device.type == "cpu" and t.dtype == dtype for t in tensors)
+    return (
+        not torch.compiler.is_compiling()
+        and dtype in (torch.float32, torch.float64)
+        and all(t.device.type == "cpu" and t.dtype == dtype for t in tensors)
+    )
 
 
 # ---- lengths, offsets, positions
@@ -305,14 +309,30 @@ def position_keys(samples: Tensor, offsets: Tensor, seed: int, epoch: int, step:
         epoch: number of the epoch.
         step: number of the global step.
     """
-    state = torch.tensor(_signed(seed), dtype=torch.int64, device=samples.device)
-    for number in (epoch, step):
-        state = _mix(state ^ _mix(torch.full_like(state, number)))
-    starts = _mix(samples ^ state)
-    num_values = int(offsets[-1]) if samples.device.type == "cpu" else None
-    per_row = torch.repeat_interleave(torch.stack([starts, offsets[:-1]], 1), offsets.diff(), dim=0, output_size=num_values)
-    position = torch.arange(per_row.shape[0], device=samples.device) - per_row[:, 1]
+    mixed = _mix(torch.tensor([_signed(seed), epoch, step]))
+    starts = _mix(samples ^ _signed(int(mixed[0]) + 3 * int(mixed[1]) + 5 * int(mixed[2])))
+    if samples.device.type != "cpu":
+        return spread_keys(starts, offsets)
+    keys = torch.empty(int(offsets[-1]), dtype=torch.int64)
+    _spread(_array(starts), _array(offsets), keys.numpy())
+    return keys
+
+
+def spread_keys(starts: Tensor, offsets: Tensor) -> Tensor:
+    """Returns one key per position out of one per sequence, in torch ops, int64 `[sum_L]`; bit for bit the kernel's."""
+    per_row = torch.repeat_interleave(torch.stack([starts, offsets[:-1]], 1), offsets.diff(), dim=0)
+    position = torch.arange(per_row.shape[0], device=starts.device) - per_row[:, 1]
     return _mix(per_row[:, 0] + position)
+
+
+@compiled
+def _spread(starts: Array, offsets: Array, out: Array) -> None:
+    for b in range(starts.shape[0]):
+        for i in range(offsets[b], offsets[b + 1]):
+            z = np.uint64(starts[b]) + np.uint64(i - offsets[b]) + np.uint64(_GOLDEN)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_A)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_B)
+            out[i] = np.int64(z ^ (z >> np.uint64(31)))
 
 
 @compiled

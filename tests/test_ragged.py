@@ -172,6 +172,13 @@ def test_keys_of_a_sample_do_not_depend_on_its_neighbours() -> None:
     assert set(both.tolist()).isdisjoint(keys_of([7, 9], [3, 4], seed=2).tolist())
 
 
+def test_the_kernel_and_the_torch_twin_spread_the_same_keys() -> None:
+    starts, offsets = torch.tensor([3, -1, 2**62, -(2**63)]), torch.tensor([0, 4, 4, 9, 10])
+    keys = torch.empty(10, dtype=torch.int64)
+    ragged._spread(starts.numpy(), offsets.numpy(), keys.numpy())
+    assert torch.equal(ragged.spread_keys(starts, offsets), keys)
+
+
 @pytest.mark.parametrize("site", [0, 1, 255])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
 def test_the_kernel_and_the_torch_twin_draw_the_same_mask(site: int, p: float) -> None:
