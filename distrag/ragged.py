@@ -147,14 +147,6 @@ def _sum_rows(values: Array, offsets: Array, out: Array) -> None:
 
 
 @compiled
-def _repeat_rows(rows: Array, offsets: Array, out: Array) -> None:
-    for b in range(rows.shape[0]):
-        for i in range(offsets[b], offsets[b + 1]):
-            for j in range(out.shape[1]):
-                out[i, j] = rows[b, j]
-
-
-@compiled
 def _max_rows(values: Array, offsets: Array, out: Array, winner: Array) -> None:
     for b in range(out.shape[0]):
         if offsets[b] == offsets[b + 1]:
@@ -168,14 +160,6 @@ def _max_rows(values: Array, offsets: Array, out: Array, winner: Array) -> None:
                 better = v > out[b, j] or v != v  # a NaN wins and stays, so that it is seen
                 winner[b, j] = i if better else winner[b, j]
                 out[b, j] = v if better else out[b, j]
-
-
-@compiled
-def _scatter_winners(grad: Array, winner: Array, out: Array) -> None:
-    for b in range(grad.shape[0]):
-        for j in range(grad.shape[1]):
-            if winner[b, j] >= 0:
-                out[winner[b, j], j] += grad[b, j]
 
 
 def _array(tensor: Tensor) -> Array:
@@ -193,9 +177,8 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_empty(ctx.num_values, grad.shape[1])
-        _repeat_rows(_array(grad), _array(ctx.saved_tensors[0]), out.numpy())
-        return out, None
+        lengths = ctx.saved_tensors[0].diff()
+        return grad.repeat_interleave(lengths, 0, output_size=ctx.num_values), None
 
 
 class _Max(torch.autograd.Function):
@@ -210,9 +193,9 @@ class _Max(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_zeros(ctx.num_values, grad.shape[1])
-        _scatter_winners(_array(grad), _array(ctx.saved_tensors[0]), out.numpy())
-        return out, None
+        winner = ctx.saved_tensors[0]
+        out = grad.new_zeros(ctx.num_values + 1, grad.shape[1])  # the last row takes what empty sequences send: winner -1
+        return out.scatter_(0, winner.remainder(ctx.num_values + 1), grad)[:-1], None
 
 
 _kernel_sum: Callable[..., Tensor] = _Sum.apply

@@ -8,14 +8,68 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distrag import ragged
-from distrag.encoder import kernels
+from distrag.ragged import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@compiled
+def _prefix_sum_rows(values: Array, offsets: Array, out: Array) -> None:
+    # out[i] = sum of the sequence's rows up to i
+    for b in range(offsets.shape[0] - 1):
+        for i in range(offsets[b], offsets[b + 1]):
+            for j in range(values.shape[1]):
+                out[i, j] = values[i, j]
+            if i > offsets[b]:
+                for j in range(values.shape[1]):
+                    out[i, j] += out[i - 1, j]
+
+
+@compiled
+def _suffix_sum(values: Array, offsets: Array, out: Array) -> None:
+    # out[i] = sum of the sequence's rows from i on: the backward of prefix_sum
+    for b in range(offsets.shape[0] - 1):
+        for i in range(offsets[b + 1] - 1, offsets[b] - 1, -1):
+            for j in range(values.shape[1]):
+                out[i, j] = values[i, j]
+            if i + 1 < offsets[b + 1]:
+                for j in range(values.shape[1]):
+                    out[i, j] += out[i + 1, j]
+
+
+@compiled
+def _prefix_max_rows(values: Array, offsets: Array, out: Array) -> None:
+    # out[i] = maximum of the sequence's rows up to i; a NaN wins and stays
+    for b in range(offsets.shape[0] - 1):
+        for i in range(offsets[b], offsets[b + 1]):
+            before = out[i - 1] if i > offsets[b] else values[i]
+            for j in range(values.shape[1]):
+                out[i, j] = before[j] if before[j] >= values[i, j] or before[j] != before[j] else values[i, j]
+
+
+@compiled
+def _prefix_max_backward_rows(grad: Array, values: Array, out: Array, offsets: Array, d_values: Array) -> None:
+    # each gradient goes to the row that set the maximum: the oldest of equal ones
+    carry = np.empty(values.shape[1], values.dtype)
+    zero = values.dtype.type(0)
+    for b in range(offsets.shape[0] - 1):
+        carry[:] = 0
+        for i in range(offsets[b + 1] - 1, offsets[b] - 1, -1):
+            first = i == offsets[b]
+            before = out[i] if first else out[i - 1]
+            for j in range(values.shape[1]):
+                total = carry[j] + grad[i, j]
+                won = first or before[j] != out[i, j]
+                d_values[i, j] = total if won else zero
+                carry[j] = zero if won else total
 
 
 class _PrefixSum(torch.autograd.Function):
@@ -23,13 +77,13 @@ class _PrefixSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(offsets)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        kernels.prefix_sum(x.detach().contiguous().numpy(), offsets.numpy(), out.numpy())
+        _prefix_sum_rows(x.detach().contiguous().numpy(), offsets.numpy(), out.numpy())
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        kernels.suffix_sum(grad.contiguous().numpy(), ctx.saved_tensors[0].numpy(), out.numpy())
+        _suffix_sum(grad.contiguous().numpy(), ctx.saved_tensors[0].numpy(), out.numpy())
         return out, None
 
 
@@ -38,7 +92,7 @@ class _PrefixMax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, offsets: Tensor) -> Tensor:
         x = x.detach().contiguous()
         out = torch.empty_like(x)
-        kernels.prefix_max(x.numpy(), offsets.numpy(), out.numpy())
+        _prefix_max_rows(x.numpy(), offsets.numpy(), out.numpy())
         ctx.save_for_backward(x, out, offsets)
         return out
 
@@ -46,7 +100,7 @@ class _PrefixMax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, out, offsets = (t.detach().numpy() for t in ctx.saved_tensors)
         d_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        kernels.prefix_max_backward(grad.contiguous().numpy(), x, out, offsets, d_x.numpy())
+        _prefix_max_backward_rows(grad.contiguous().numpy(), x, out, offsets, d_x.numpy())
         return d_x, None
 
 
