@@ -77,4 +77,5 @@ def read_histories(path: str | Path, num_samples: int, max_len: int) -> BenchDat
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     at = np.arange(offsets[-1]) + np.repeat(stops - offsets[1:], lengths)
     labels = np.zeros(len(stops), np.float32) if store.label is None else store.label[: len(stops)].copy()
-    return BenchData(store.position(feature.name)[at].astype(np.int64), offsets, labels, store.schema.table(feature.table).num_rows, str(path))
+    items = store.position(feature.name)[at].astype(np.int64)
+    return BenchData(items, offsets, labels, store.schema.table(feature.table).num_rows, str(path))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from distrag.batching.plan import EpochPlan
     from distrag.bench.histories import BenchData
+    from distrag.bench.shape import ModelShape
 
 Sample = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -69,7 +70,7 @@ def collate_left(samples: list[Sample]) -> Batch:
 def build_loader(samples: Samples, plan: EpochPlan, *, left: bool = False) -> DataLoader[Batch]:
     """Returns a DataLoader in this process that visits the planned steps; the sample numbers cost it nothing."""
     steps = [plan.samples(step, 0).tolist() for step in range(plan.num_steps)]
-    return DataLoader(samples, batch_sampler=steps, collate_fn=collate_left if left else collate)  # type: ignore[arg-type]
+    return DataLoader(samples, batch_sampler=steps, collate_fn=collate_left if left else collate)
 
 
 class GRUEncoder(nn.Module):
@@ -77,9 +78,9 @@ class GRUEncoder(nn.Module):
 
     left = False
 
-    def __init__(self, dim: int, max_len: int, num_layers: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gru = nn.GRU(dim, dim, num_layers, batch_first=True)
+        self.gru = nn.GRU(shape.dim, shape.dim, shape.num_layers, batch_first=True)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Returns `[B, D]` from `[B, T, D]`."""
@@ -93,12 +94,13 @@ class AttentionEncoder(nn.Module):
 
     left = True
 
-    def __init__(self, dim: int, max_len: int, num_layers: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.positions = nn.Parameter(torch.empty(max_len, dim).normal_(std=0.02))
-        self.drop = nn.Dropout(dropout)
-        layer = nn.TransformerEncoderLayer(dim, num_heads, 4 * dim, dropout, activation="gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, num_layers, norm=nn.LayerNorm(dim), enable_nested_tensor=False)
+        D, p = shape.dim, shape.dropout
+        self.positions = nn.Parameter(torch.empty(shape.max_len, D).normal_(std=0.02))
+        self.drop = nn.Dropout(p)
+        layer = nn.TransformerEncoderLayer(D, shape.num_heads, 4 * D, p, activation=shape.activation, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, shape.num_layers, norm=nn.LayerNorm(D), enable_nested_tensor=False)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Returns `[B, D]` from `[B, T, D]`, padded on the left."""
@@ -113,7 +115,7 @@ class MeanEncoder(nn.Module):
 
     left = False
 
-    def __init__(self, dim: int, max_len: int, num_layers: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
@@ -139,21 +141,15 @@ class PaddedModel(nn.Module):
     Args:
         encoder: a name of PADDED_ENCODERS.
         num_rows: rows of the item table (`V`).
-        dim: width (`D`).
-        max_len: longest history.
-        num_layers: layers of the encoder.
-        num_heads: attention heads.
-        dropout: share dropped by the attention encoder.
+        shape: widths and layers.
         sparse: gradients of the table hold the looked-up rows only.
     """
 
-    def __init__(
-        self, encoder: str, num_rows: int, dim: int, max_len: int, *, num_layers: int, num_heads: int, dropout: float, sparse: bool
-    ) -> None:
+    def __init__(self, encoder: str, num_rows: int, shape: ModelShape, *, sparse: bool) -> None:
         super().__init__()
-        self.items = nn.Embedding(num_rows, dim, padding_idx=0, sparse=sparse)
-        self.encoder = PADDED_ENCODERS[encoder](dim, max_len, num_layers, num_heads, dropout)
-        self.head = nn.Sequential(nn.Linear(dim, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.items = nn.Embedding(num_rows, shape.dim, padding_idx=0, sparse=sparse)
+        self.encoder = PADDED_ENCODERS[encoder](shape)
+        self.head = nn.Sequential(nn.Linear(shape.dim, 64), nn.ReLU(), nn.Linear(64, 1))
         nn.init.normal_(self.items.weight, std=0.02)
 
     def forward(self, items: Tensor, lengths: Tensor) -> Tensor:
@@ -199,7 +195,7 @@ class PaddedSide:
 
     def __init__(self, model: PaddedModel, loader: DataLoader[Batch], lr: float, table_lr: float) -> None:
         self.model, self.batches = model.train(), _forever(loader)
-        table = model.items.weight
+        table = cast("nn.Parameter", model.items.weight)
         self.table = RowWiseAdagrad(table, table_lr) if model.items.sparse else None
         dense = [p for p in model.parameters() if self.table is None or p is not table]
         self.optimizer = torch.optim.Adam(dense, lr=lr)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from distrag.batch import RaggedBatch
     from distrag.bench.histories import BenchData
+    from distrag.bench.shape import ModelShape
     from distrag.training.build import Job
     from distrag.world import World
 
@@ -29,20 +30,18 @@ def write_histories(data: BenchData, path: Path) -> None:
     write_store(path, history={"item": data.items}, offsets=data.offsets, label=data.labels, tables={"item": data.num_rows})
 
 
-def bench_config(
-    store: Path, encoder: str, batch_size: int, *, dim: int, max_len: int, num_layers: int, num_heads: int, dropout: float
-) -> RunConfig:
+def bench_config(store: Path, encoder: str, batch_size: int, shape: ModelShape) -> RunConfig:
     """Returns the run that trains `batch_size` samples a step on one rank, the item table in the fused row-wise Adagrad kernel."""
     settings: dict[str, Any] = {"name": encoder}
     if encoder in ("gru", "self_attention"):
-        settings |= {"num_layers": num_layers, "dropout": dropout if encoder == "self_attention" else 0.0}
+        settings |= {"num_layers": shape.num_layers, "dropout": shape.dropout if encoder == "self_attention" else 0.0}
     if encoder == "self_attention":
-        settings["num_heads"] = num_heads
+        settings |= {"num_heads": shape.num_heads, "activation": shape.activation, "ffn_factor": 4.0}
     sections: dict[str, Any] = {
         "task": "conversion",
-        "data": {"path": str(store), "max_len": max_len, "split": {"kind": "row", "valid_share": 0.0, "test_share": 0.0}},
-        "batching": {"max_tokens": batch_size * max_len, "max_samples": batch_size, "prefetch": 0},
-        "model": {"dim": dim, "head_hidden": [64]},
+        "data": {"path": str(store), "max_len": shape.max_len, "split": {"kind": "row", "valid_share": 0.0, "test_share": 0.0}},
+        "batching": {"max_tokens": batch_size * shape.max_len, "max_samples": batch_size, "prefetch": 0},
+        "model": {"dim": shape.dim, "head_hidden": [64]},
         "encoder": settings,
         "tables": {"shard_rows": 1, "optimizer": "rowwise_adagrad"},
         "train": {"device": "cpu"},
