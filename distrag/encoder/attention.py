@@ -131,6 +131,9 @@ class Block(nn.Module):
         width = max(1, round(dim * config.ffn_factor))
         self.norm_attention = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim)
+        # Softmax does not see a bias of the keys: its gradient is rounding noise, which Adam would blow up to full steps, other ones on
+        # every number of ranks. The mask keeps it out; the layout stays the one of torch's MultiheadAttention.
+        self.register_buffer("bias_mask", torch.ones(3, dim).index_fill_(0, torch.tensor([1]), 0.0).flatten(), persistent=False)
         self.out = nn.Linear(dim, dim)
         self.norm_ffn = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, 2 * width if config.activation == "swiglu" else width)
@@ -142,10 +145,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor, keys: Tensor | None) -> Tensor:
         """Returns `[sum_L, D]` from `x` `[sum_L, D]`."""
         p = self.p if self.training else 0.0
-        mixed = attend(self.qkv(self.norm_attention(x)), offsets, self.num_heads, causal=self.causal, max_len=self.max_len)
+        mixed = attend(self._project(self.norm_attention(x)), offsets, self.num_heads, causal=self.causal, max_len=self.max_len)
         x = x + ragged.dropout(self.out(mixed), p, keys, self.site)
         inner = ragged.dropout(self._activate(self.up(self.norm_ffn(x))), p, keys, self.site + 1)
         return x + ragged.dropout(self.down(inner), p, keys, self.site + 2)
+
+    def _project(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.qkv.weight, self.qkv.bias * self.bias_mask)
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":

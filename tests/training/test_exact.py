@@ -120,8 +120,10 @@ def test_loss_curve_dense_parameters_tables_and_metrics_do_not_depend_on_the_num
                 sat_out += dummies
                 assert len(losses) == 30
                 np.testing.assert_allclose(losses, losses1, rtol=0, atol=1e-5, err_msg=f"{world} ranks, {case}")
+                # Adam divides a gradient of rounding noise by its own size, so replicated tables keep one digit less.
+                close = 1e-5 if case.get("tables__shard_rows", 1) > 1 else 1e-6
                 for name, values in state1.items():
-                    np.testing.assert_allclose(state[name], values, rtol=0, atol=2e-6, err_msg=f"{world} ranks, {case}, {name}")
+                    np.testing.assert_allclose(state[name], values, rtol=0, atol=close, err_msg=f"{world} ranks, {case}, {name}")
                 assert test.keys() == test1.keys()
                 found, wanted = ([v for v in metrics.values() if v is not None] for metrics in (test, test1))
                 np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)

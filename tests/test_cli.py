@@ -1,0 +1,116 @@
+"""The command line as a user meets it: real processes, real files, and one loss curve for 1, 2 and 4 of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def call(*words: object, ranks: int = 0, good: bool = True, cwd: Path = ROOT) -> str:
+    """Runs `distrag ...` (under torchrun with `ranks` processes); returns what it printed."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launch, "-m", "distrag", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd, env=environment, check=False)
+    assert (done.returncode == 0) == good, done.stdout + done.stderr
+    return done.stdout if good else done.stderr
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    call("prepare", "synthetic", "--out", folder / "store", "--num-samples", 300, "--num-items", 60, "--seed", 3)
+    return folder / "store"
+
+
+def small(run_dir: Path, **more: object) -> list[str]:
+    keys = {
+        "data.max_len": 30,
+        "batching.global_tokens": 600,
+        "model.dim": 16,
+        "encoder.num_layers": 1,
+        "tables.shard_rows": 1,
+        "train.max_steps": 12,
+        "train.log_every": 1,
+        "train.eval_every": 12,
+        "train.tensorboard": "false",
+        "train.device": "cpu",
+        "train.run_dir": run_dir,
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }
+    return [f"--{key}={value}" for key, value in keys.items()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def test_help_answers_in_under_a_second_and_names_every_command() -> None:
+    fastest = 9.0
+    for _ in range(3):
+        started = time.perf_counter()
+        text = call("--help")
+        fastest = min(fastest, time.perf_counter() - started)
+    assert fastest < 1.0
+    assert all(f"  {name}" in text for name in ("prepare", "stats", "plan", "train", "evaluate", "bench", "report"))
+
+
+def test_one_two_and_four_processes_log_the_same_loss_at_every_step(store: Path, tmp_path: Path) -> None:
+    call("train", f"--data.path={store}", *small(tmp_path / "0"))
+    expected = losses(tmp_path / "0")
+    assert len(expected) == 12
+    for ranks in (1, 2, 4):
+        call("train", f"--data.path={store}", *small(tmp_path / str(ranks)), ranks=ranks)
+        assert losses(tmp_path / str(ranks)) == pytest.approx(expected, abs=1e-5)
+    call("train", f"--data.path={store}", "--debug", *small(tmp_path / "debug"))
+    assert losses(tmp_path / "debug") == pytest.approx(expected, abs=1e-7)
+
+
+def test_from_a_parquet_file_to_evaluated_runs(tmp_path: Path) -> None:
+    rows = [[f"film-{(user * 7 + i) % 23}" for i in range(user % 9)] for user in range(90)]
+    pq.write_table(pa.table({"user_id": list(range(90)), "item_id": rows}), tmp_path / "histories.parquet")
+    call("prepare", tmp_path / "histories.parquet", "--out", tmp_path / "store")
+    numbers = json.loads(call("stats", tmp_path / "store", "--json"))
+    assert numbers
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"data": {"path": str(tmp_path / "store")}, "encoder": {"name": "gru"}}))
+    plan = json.loads(call("plan", tmp_path / "c.yaml", "--world-size", 3, "--json"))
+    assert plan["num_samples"] == 90
+    call("train", "--config", tmp_path / "c.yaml", *small(tmp_path / "run"))
+    alone = json.loads(call("evaluate", tmp_path / "run", "--json"))
+    both = json.loads(call("evaluate", tmp_path / "run", "--json", ranks=2))
+    assert both == pytest.approx(alone)
+    floor = json.loads(call("evaluate", "--popularity", "train", "--data", tmp_path / "store", "--json"))
+    assert floor["users"] == alone["users"]
+    assert call("report", tmp_path / "run").strip().endswith("report.html")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "did you mean 'train'"),
+        (["train", "--optim.lrr=1"], "did you mean 'optim.lr'"),
+        (["train", "--data.path=nowhere", "--train.max_steps=1"], "nowhere"),
+        (["prepare", "nowhere.parquet", "--out", "unused-folder"], "nowhere.parquet"),
+        (["stats", "nowhere"], "nowhere"),
+        (["evaluate", "nowhere"], "nowhere"),
+        (["evaluate"], "Nothing to evaluate"),
+        (["report", "nowhere"], "nowhere"),
+        (["plan", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_mistakes_end_in_one_clear_message(words: list[str], message: str, tmp_path: Path) -> None:
+    text = call(*words, good=False, cwd=tmp_path)
+    assert message in text
+    assert "Traceback" not in text
