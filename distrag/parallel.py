@@ -17,6 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from distrag.embedding.config import TablesConfig
 from distrag.embedding.cpu_kernel import replace_cpu_kernels
+from distrag.embedding.direct import skip_exchange
 from distrag.embedding.plan import Placement, attach_table_optimizer, build_plan
 from distrag.model import SequenceModel
 from distrag.world import World
@@ -65,6 +66,8 @@ def build_parallel(model: SequenceModel, placements: Sequence[Placement], world:
     dmp = distribute(model.to(world.device), plan, world.device)
     if device == "cpu" and tables.cpu_kernel == "numba" and model.tables.sharded is not None:
         replace_cpu_kernels(dmp, tables.optimizer)
+        if world.size == 1:
+            skip_exchange(dmp)
     dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     return Parallel(dmp, dmp.module, dense)
 

@@ -110,7 +110,7 @@ def _update(weights: Any, state: Any, packed: Any, grad: Any, lr: float, eps: fl
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, kernel: _Kernel, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weights: torch.Tensor, kernel: Kernel, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         rows = kernel.rows_of(indices, offsets)
         ctx.kernel, ctx.rows = kernel, rows
         out = torch.empty(len(rows), kernel.dim)
@@ -123,7 +123,7 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-class _Kernel:
+class Kernel:
     """Stands in for the forward of one FBGEMM table group (`SplitTableBatchedEmbeddingBagsCodegen`)."""
 
     def __init__(self, group: Any, kind: int) -> None:
@@ -136,9 +136,15 @@ class _Kernel:
         self.row_base, self.num_rows = bases[tables].copy(), sizes[tables].copy()
 
     def weights(self) -> torch.Tensor:
+        """Returns the group's tables under each other, float32 `[rows, D]`, FBGEMM's own memory."""
         return self.group.weights_host.detach().view(-1, self.dim)  # type: ignore[no-any-return]
 
     def rows_of(self, indices: torch.Tensor, offsets: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Returns the row of each id in `weights`, int64.
+
+        Raises:
+            ValueError: an id outside its table.
+        """
         ids, starts = indices.numpy(), offsets.numpy()
         rows = np.empty(len(ids), dtype=np.int64)
         num_samples = (len(starts) - 1) // len(self.row_base)
@@ -150,6 +156,7 @@ class _Kernel:
         return rows
 
     def update(self, rows: np.ndarray[Any, Any], grad: np.ndarray[Any, Any]) -> None:
+        """Steps the optimizer of the rows that were looked up, with the gradient `[n, D]` of the lookup."""
         lr, eps = float(self.group.learning_rate_tensor), float(self.group.optimizer_args.eps)
         state = self.group.momentum1_host.detach().view(-1).numpy() if self.kind != SGD else np.empty(0, dtype=np.float32)
         packed = np.empty_like(rows)
@@ -158,6 +165,13 @@ class _Kernel:
         _update(self.weights().numpy(), state, packed, grad, np.float32(lr), np.float32(eps), self.kind)
 
     def __call__(self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: None = None) -> torch.Tensor:
+        """Returns the vector of each id, `[n, D]`.
+
+        Args:
+            indices: int64 `[n]`, feature after feature.
+            offsets: int64, where each sample of each feature starts; any equal number of samples a feature.
+            per_sample_weights: none.
+        """
         assert per_sample_weights is None, "sequence lookups carry no weights"
         return _Lookup.apply(self.group.weights_host, self, indices, offsets)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -176,5 +190,5 @@ def replace_cpu_kernels(module: nn.Module, optimizer: str) -> int:
     lookups = [lookup for sharded in module.modules() for lookup in getattr(sharded, "_lookups", [])]
     groups = [m for lookup in lookups for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen) and m.use_cpu]
     for group in groups:
-        group.forward = _Kernel(group, kind)
+        group.forward = Kernel(group, kind)
     return len(groups)
