@@ -47,7 +47,7 @@ def _steps(cells: list[dict[str, Any]]) -> Table:
 
 
 def _loading(cells: list[dict[str, Any]]) -> Table:
-    table = _table("Data path alone (plan, gather, collate): microseconds a batch", "B")
+    table = _table("Data path alone: microseconds a batch", "B")
     for title in ("distrag", "padded", "x", "asked"):
         table.add_column(title, justify="right", no_wrap=True)
     for cell in cells:
