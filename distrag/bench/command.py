@@ -70,6 +70,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-layers", type=int, default=shape.num_layers, help="layers of gru and self_attention")
     parser.add_argument("--num-heads", type=int, default=shape.num_heads, help="heads of self_attention")
     parser.add_argument("--dropout", type=float, default=shape.dropout, help="of self_attention, on both sides")
+    parser.add_argument("--fused-adam", action="store_true", help="give the padded side torch's fused Adam, as distrag has")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--json", help="file for everything measured")
 
@@ -86,7 +87,14 @@ def _measure(args: argparse.Namespace, data: BenchData, store: Path, world: Worl
         steps = [cell.measure_steps(encoder, path) for encoder in args.encoders for cell, path in zip(cells, paths, strict=True)]
     finally:
         gc.unfreeze()
-    return {"machine": _machine(args.threads), "histories": _describe(data), "shape": asdict(shape), "steps": steps, "data_path": paths}
+    return {
+        "machine": _machine(args.threads),
+        "histories": _describe(data),
+        "shape": asdict(shape),
+        "padded_adam_fused": args.fused_adam,
+        "steps": steps,
+        "data_path": paths,
+    }
 
 
 class _Cell:
@@ -97,6 +105,7 @@ class _Cell:
     ) -> None:
         self.store, self.data, self.samples, self.batch_size = store, data, samples, batch_size
         self.shape, self.world, self.rounds, self.seconds = shape, world, args.rounds, args.seconds
+        self.fused_adam = args.fused_adam
 
     def _ragged(self, encoder: str) -> RaggedSide:
         return RaggedSide(bench_config(self.store, encoder, self.batch_size, self.shape), self.world)
@@ -127,7 +136,7 @@ class _Cell:
         for name, sparse in (("padded_adam", False), ("padded_rowwise", True)):
             model = PaddedModel(encoder, self.data.num_rows, self.shape, sparse=sparse)
             difference = max(difference, check_model(ragged, model, loader))
-            sides[name] = PaddedSide(model, loader, optim, tables)
+            sides[name] = PaddedSide(model, loader, optim, tables, fused=self.fused_adam)
         laps = run_rounds(sides, self.rounds, self.seconds)
         return {
             "encoder": encoder,

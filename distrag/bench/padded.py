@@ -191,14 +191,15 @@ class PaddedSide:
         loader: from `build_loader`, iterated again and again.
         lr: of Adam.
         table_lr: of row-wise Adagrad.
+        fused: Adam in torch's fused kernel, which has to be asked for; otherwise as `torch.optim.Adam(parameters)` gives it.
     """
 
-    def __init__(self, model: PaddedModel, loader: DataLoader[Batch], lr: float, table_lr: float) -> None:
+    def __init__(self, model: PaddedModel, loader: DataLoader[Batch], lr: float, table_lr: float, *, fused: bool = False) -> None:
         self.model, self.batches = model.train(), _forever(loader)
         table = cast("nn.Parameter", model.items.weight)
         self.table = RowWiseAdagrad(table, table_lr) if model.items.sparse else None
         dense = [p for p in model.parameters() if self.table is None or p is not table]
-        self.optimizer = torch.optim.Adam(dense, lr=lr)
+        self.optimizer = torch.optim.Adam(dense, lr=lr, fused=fused or None)
 
     def step(self) -> int:
         """Trains on the next batch; returns its valid tokens."""

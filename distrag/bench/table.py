@@ -25,7 +25,7 @@ def print_report(report: dict[str, Any]) -> None:
 
     console = Console()
     console = console if console.is_terminal else Console(width=110)
-    console.print(_steps(report["steps"]), _loading(report["data_path"]))
+    console.print(_steps(report["steps"], "fused Adam" if report["padded_adam_fused"] else "Adam"), _loading(report["data_path"]))
     machine = report["machine"]
     words = [str(machine["cpu"]), f"{machine['torch_threads']} thread(s)"]
     words += [f"{name} {machine[name]}" for name in machine if name not in ("cpu", "torch_threads")]
@@ -33,9 +33,9 @@ def print_report(report: dict[str, Any]) -> None:
     console.print("Ratios of medians over interleaved rounds by CPU time; in parentheses the middle half of the rounds.", markup=False)
 
 
-def _steps(cells: list[dict[str, Any]]) -> Table:
+def _steps(cells: list[dict[str, Any]], adam: str) -> Table:
     table = _table("Training step, loading included: thousand valid tokens a CPU second", "encoder", "B")
-    for title in ("distrag", "Adam", "row-wise", "x Adam", "asked", "x row-wise", "loading"):
+    for title in ("distrag", adam, "row-wise", f"x {adam}", "asked", "x row-wise", "loading"):
         table.add_column(title, justify="right", no_wrap=True)
     for cell in cells:
         speeds = (cell["tokens_per_s"][name] for name in ("distrag", "padded_adam", "padded_rowwise"))

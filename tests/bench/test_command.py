@@ -34,9 +34,10 @@ def test_the_command_writes_and_prints_every_cell(tmp_path: Path, capsys: pytest
 
 def test_a_store_of_your_own_and_a_choice_of_encoders(tmp_path: Path) -> None:
     write_histories(draw_histories(100, 30, max_len=50), tmp_path / "store")
-    main(["bench", *TINY, "--data", str(tmp_path / "store"), "--encoders", "mean", "--json", str(tmp_path / "bench.json")])
+    main(["bench", *TINY, "--data", str(tmp_path / "store"), "--encoders", "mean", "--fused-adam", "--json", str(tmp_path / "bench.json")])
     report = json.loads((tmp_path / "bench.json").read_text())
     assert [cell["encoder"] for cell in report["steps"]] == ["mean", "mean"]
+    assert report["padded_adam_fused"]
     assert report["histories"]["num_rows"] == 31
     assert report["histories"]["length_p50_p95_max"][2] <= 20
 
