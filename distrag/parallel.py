@@ -47,7 +47,9 @@ class Parallel:
         return [(*piece.metadata.shard_offsets, piece.tensor.detach()) for piece in value.local_shards()]
 
 
-def build_parallel(model: SequenceModel, placements: Sequence[Placement], world: World, tables: TablesConfig, table_lr: float) -> Parallel:
+def build_parallel(
+    model: SequenceModel, placements: Sequence[Placement], world: World, tables: TablesConfig, table_lr: float, *, direct: bool = True
+) -> Parallel:
     """Returns the model sharded by `placements`, its dense part under DDP.
 
     Args:
@@ -56,6 +58,7 @@ def build_parallel(model: SequenceModel, placements: Sequence[Placement], world:
         world: the ranks.
         tables: optimizer and kernel of sharded tables.
         table_lr: learning rate of sharded tables.
+        direct: a world of one rank on CPU reads its tables in place; False exchanges with itself, as many ranks do (debug mode).
     """
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of TorchRec's own use of it, once a rank
     plan = ShardingPlan(plan={})
@@ -66,7 +69,7 @@ def build_parallel(model: SequenceModel, placements: Sequence[Placement], world:
     dmp = distribute(model.to(world.device), plan, world.device)
     if device == "cpu" and tables.cpu_kernel == "numba" and model.tables.sharded is not None:
         replace_cpu_kernels(dmp, tables.optimizer)
-        if world.size == 1:
+        if world.size == 1 and direct:
             skip_exchange(dmp)
     dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     return Parallel(dmp, dmp.module, dense)

@@ -33,9 +33,7 @@ def _prefetch(typing: Any, array: Any, i: Any) -> Any:
         stride, byte = cgutils.unpack_tuple(builder, made.strides, 2)[0], ir.IntType(8)
         row = builder.gep(builder.bitcast(made.data, byte.as_pointer()), [builder.mul(args[1], stride)])
         flag = ir.IntType(32)
-        call = builder.module.declare_intrinsic(
-            "llvm.prefetch", [row.type], ir.FunctionType(ir.VoidType(), [row.type, flag, flag, flag])
-        )
+        call = builder.module.declare_intrinsic("llvm.prefetch", [row.type], ir.FunctionType(ir.VoidType(), [row.type, flag, flag, flag]))
         for line in range(4):  # 256 bytes; the processor follows a longer row by itself
             builder.call(call, [builder.gep(row, [ir.Constant(ir.IntType(64), 64 * line)]), flag(0), flag(3), flag(1)])
         return context.get_dummy_value()

@@ -124,6 +124,8 @@ class Block(nn.Module):
     2020 (norm first); Shazeer, "GLU variants improve transformer", 2020 (swiglu).
     """
 
+    bias_mask: Tensor
+
     def __init__(self, config: TransformerConfig, dim: int, max_len: int, *, causal: bool, site: int) -> None:
         super().__init__()
         self.num_heads, self.p, self.activation = config.num_heads, config.dropout, config.activation

@@ -80,7 +80,7 @@ def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> J
     limit = _memory_limit(config, world)
     plain = agreed(world, lambda: _prepare(config, world.size, limit, fold_valid))
     store, views, inputs, model, placements, collate, cost, normalize = plain
-    parallel = build_parallel(model, placements, world, config.tables, config.optim.table_lr)
+    parallel = build_parallel(model, placements, world, config.tables, config.optim.table_lr, direct=not config.debug)
     return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize)
 
 

@@ -21,11 +21,11 @@ def build_optimizer(parallel: Parallel, optim: OptimConfig, tables: TablesConfig
 
     Matrices decay; vectors (biases, norms) and tables do not.
     """
-    groups: dict[str, dict[str, nn.Parameter]] = {"replicated": {}, "vectors": {}, "matrices": {}}
+    groups: dict[str, dict[str, nn.Parameter]] = {"replicated": {}, "dense": {}, "decayed": {}}
     for name, parameter in parallel.dense.items():
-        group = "replicated" if "tables.replicated" in name else "vectors" if parameter.ndim < 2 else "matrices"
-        groups[group][name] = parameter
-    make = {"replicated": _replicated(optim, tables), "vectors": _dense(optim, 0.0), "matrices": _dense(optim, optim.weight_decay)}
+        decays = optim.weight_decay > 0 and parameter.ndim > 1
+        groups["replicated" if "tables.replicated" in name else "decayed" if decays else "dense"][name] = parameter
+    make = {"replicated": _replicated(optim, tables), "dense": _dense(optim, 0.0), "decayed": _dense(optim, optim.weight_decay)}
     dense = [(name, KeyedOptimizerWrapper(params, make[name])) for name, params in groups.items() if params]
     return CombinedOptimizer([("tables", parallel.model.fused_optimizer), *dense])
 

@@ -133,5 +133,5 @@ def test_loss_curve_dense_parameters_tables_and_metrics_do_not_depend_on_the_num
 def test_training_lowers_the_loss_and_debug_mode_gives_the_same_numbers(store: Path, tmp_path: Path) -> None:
     plain = train(config(store, tmp_path / "plain"))
     debug = train({**config(store, tmp_path / "debug"), "debug": True})
-    assert plain.losses == debug.losses
+    assert plain.losses == pytest.approx(debug.losses, abs=1e-6)
     assert np.mean(plain.losses[-5:]) < np.mean(plain.losses[:5])
