@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distrag.config import build_parser, choose, known_keys, read_config, to_dict
+from distrag.config import build_parser, choose, choose_encoder, choose_loss, known_keys, read_config, to_dict
 from distrag.encoder import ENCODERS
 
 SCRIPT_KEYS = [
@@ -33,7 +33,10 @@ def test_a_written_config_reads_back_the_same(tmp_path: Path) -> None:
     config = read_config(["--tables.per_table", "{item: row_wise}", "--train.eval_ks", "[1, 3]", "--loss.name=bce"])
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(to_dict(config)))
-    assert read_config(["--config", str(path)]) == config
+    again = read_config(["--config", str(path)])
+    assert to_dict(again) == to_dict(config)
+    assert choose_encoder(again) == choose_encoder(config)
+    assert choose_loss(again) == choose_loss(config)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from distrag.problem import problem
 
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "replicated")
 FUSED_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
+TABLE_OPTIMIZERS = (*FUSED_OPTIMIZERS, "adam")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from distrag.config import RunConfig, choose
+from distrag.config import RunConfig, choose_loss
 from distrag.data.schema import Feature, Schema
 from distrag.embedding.config import TableSpec
-from distrag.loss import LOSSES
 from distrag.model import Inputs
 from distrag.problem import problem
 
@@ -18,21 +17,7 @@ def build_loss(config: RunConfig) -> Any:
     Raises:
         ValueError: an unknown loss, or one of another task.
     """
-    section: Any = config.loss
-    default = "binary" if config.task == "conversion" else "sampled_softmax"
-    name = section.name or default
-    if config.task == "conversion" and name == "bce":
-        name = "binary"  # binary cross-entropy means the label here, the sampled negatives there
-    kind, settings = choose(type(section)(**{**vars(section), "name": name}), LOSSES, "loss")
-    if kind.task != config.task:
-        fitting = [key for key, other in LOSSES.items() if other.task == config.task]
-        raise problem(
-            "The loss does not fit the task",
-            got=f"{name} with {config.task}",
-            wanted=fitting,
-            where="loss.name",
-            todo="choose one of these",
-        )
+    _, kind, settings = choose_loss(config)
     return kind(settings)
 
 
