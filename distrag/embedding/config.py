@@ -18,7 +18,7 @@ class TablesConfig:
 
     Args:
         shard_rows: from how many rows on a table is sharded; smaller ones are replicated.
-        sharding: how big tables are sharded: row_wise, table_wise or column_wise.
+        sharding: how big tables are kept: row_wise, table_wise, column_wise or replicated.
         per_table: table name -> row_wise, table_wise, column_wise or replicated; wins over the threshold.
         optimizer: of sharded tables, fused into the backward: rowwise_adagrad, adagrad, sgd (and adam on CUDA).
         replicated_optimizer: of replicated tables: adam, adagrad or sgd.
@@ -65,16 +65,54 @@ def build_shardings(specs: Sequence[TableSpec], config: TablesConfig) -> dict[st
     big = {spec.name: config.sharding if spec.num_rows >= config.shard_rows else "replicated" for spec in specs}
     chosen = {**big, **config.per_table}
     if "column_wise" in chosen.values() and config.optimizer == "rowwise_adagrad":
-        todo = "set --tables.optimizer=adagrad, or --tables.sharding=row_wise"
-        where = ", ".join(name for name, kind in chosen.items() if kind == "column_wise")
         raise _refuse(
             "column_wise keeps one row-wise Adagrad state per shard, which is other mathematics than one process",
-            where,
-            "exact",
-            where,
-            todo,
+            "tables.optimizer rowwise_adagrad",
+            "adagrad or sgd",
+            "table " + ", ".join(name for name, kind in chosen.items() if kind == "column_wise"),
+            "set --tables.optimizer=adagrad, or --tables.sharding=row_wise",
         )
     return chosen
+
+
+def check_optimizer(config: TablesConfig, device: str) -> None:
+    """Refuses a fused optimizer that does not exist, or not on this device.
+
+    Args:
+        config: the section `tables`.
+        device: `cpu`, or any other word for a device that has all of them.
+
+    Raises:
+        ValueError: naming optimizer, device and those there are.
+    """
+    allowed = FUSED_OPTIMIZERS if device == "cpu" else TABLE_OPTIMIZERS
+    if config.optimizer not in allowed:
+        todo = "choose one of these, or replicate the table (tables.per_table) to train it with Adam"
+        raise _refuse("No such fused optimizer on this device", f"{config.optimizer} on {device}", allowed, "tables.optimizer", todo)
+
+
+def check_widths(shardings: dict[str, str], dim: int, world_size: int) -> None:
+    """Refuses a width that sharded tables cannot have: their kernels read rows of 4 values, and column_wise cuts a row once for each rank.
+
+    Args:
+        shardings: from `build_shardings`.
+        dim: width of every table.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: naming the table and the nearest widths.
+    """
+    for name, kind in shardings.items():
+        step = {"replicated": 1, "column_wise": 4 * world_size}.get(kind, 4)
+        if dim % step:
+            near = sorted({max(step, dim // step * step), (dim // step + 1) * step})
+            raise _refuse(
+                "A width that a sharded table cannot have",
+                f"model.dim {dim}, {kind} on {world_size} ranks",
+                f"a multiple of {step}, such as {' or '.join(map(str, near))}",
+                f"table {name!r}",
+                "set --model.dim, or replicate the table (tables.per_table)",
+            )
 
 
 def _refuse(what: str, got: object, wanted: object, where: str, todo: str) -> ValueError:

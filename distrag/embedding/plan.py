@@ -14,7 +14,7 @@ from torchrec.distributed.sharding_plan import column_wise, construct_module_sha
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from distrag.embedding.config import FUSED_OPTIMIZERS, TablesConfig, TableSpec
+from distrag.embedding.config import TablesConfig, TableSpec, check_optimizer, check_widths
 from distrag.problem import problem
 
 _GIB = 1024**3
@@ -43,7 +43,11 @@ def build_placements(
     """Returns where every table lies for `world_size` ranks; needs no process group.
 
     table_wise tables go, largest first, to the rank that holds the fewest bytes so far.
+
+    Raises:
+        ValueError: a width that a sharded table cannot have on so many ranks.
     """
+    check_widths(shardings, dim, world_size)
     load = [0] * world_size
     out: list[Placement] = []
     for spec in sorted(specs, key=lambda s: (-s.num_rows, s.name)):
@@ -123,21 +127,12 @@ def attach_table_optimizer(collection: nn.Module, config: TablesConfig, lr: floa
     Raises:
         ValueError: an optimizer that does not exist, or not on this device.
     """
+    check_optimizer(config, device)
     optimizers: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
         "rowwise_adagrad": (RowWiseAdagrad, {"lr": lr, "eps": config.eps}),
         "adagrad": (torch.optim.Adagrad, {"lr": lr, "eps": config.eps}),
         "sgd": (torch.optim.SGD, {"lr": lr}),
         "adam": (torch.optim.Adam, {"lr": lr, "eps": config.eps}),
     }
-    allowed = FUSED_OPTIMIZERS if device == "cpu" else tuple(optimizers)
-    if config.optimizer not in allowed:
-        todo = "choose one of these, or replicate the table (tables.per_table) to train it with Adam"
-        raise problem(
-            "No such fused optimizer on this device",
-            got=f"{config.optimizer} on {device}",
-            wanted=allowed,
-            where="tables.optimizer",
-            todo=todo,
-        )
     kind, arguments = optimizers[config.optimizer]
     apply_optimizer_in_backward(kind, collection.parameters(), arguments)

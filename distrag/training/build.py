@@ -9,18 +9,14 @@ from typing import Any, TypeVar
 import torch
 
 from distrag.batching.collate import Collate
-from distrag.config import RunConfig, choose
-from distrag.data.schema import Schema
+from distrag.config import RunConfig
 from distrag.data.split import View, build_views
 from distrag.data.store import Store, open_store
-from distrag.embedding.config import build_shardings
-from distrag.embedding.plan import Placement, build_placements, check_memory
+from distrag.embedding.plan import Placement
 from distrag.embedding.tables import Tables
-from distrag.encoder import ENCODERS
 from distrag.model import Inputs, SequenceModel
 from distrag.parallel import Parallel, build_parallel
-from distrag.problem import problem
-from distrag.training.inputs import build_inputs, build_loss, build_specs
+from distrag.training.checks import check_job
 from distrag.world import World
 
 _T = TypeVar("_T")
@@ -78,29 +74,22 @@ def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> J
         ValueError: the same on every rank, before any rank waits for another: bad store, features, sizes or combination.
     """
     limit = _memory_limit(config, world)
-    plain = agreed(world, lambda: _prepare(config, world.size, limit, fold_valid))
+    plain = agreed(world, lambda: _prepare(config, world, limit, fold_valid))
     store, views, inputs, model, placements, collate, cost, normalize = plain
     parallel = build_parallel(model, placements, world, config.tables, config.optim.table_lr, direct=not config.debug)
     return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize)
 
 
-def _prepare(config: RunConfig, world_size: int, limit_bytes: int, fold_valid: bool) -> tuple[Any, ...]:
+def _prepare(config: RunConfig, world: World, limit_bytes: int, fold_valid: bool) -> tuple[Any, ...]:
     store = open_store(config.data.path)
-    _check_unknown(config, store.schema)
+    checked = check_job(config, store.schema, world.size, device=world.device.type, limit_bytes=limit_bytes)
     views = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len, fold_valid=fold_valid)  # type: ignore[arg-type]
-    inputs = build_inputs(config, store.schema)
-    loss = build_loss(config)
-    specs = build_specs(inputs, store.schema, loss.negatives != "none")
-    shardings = build_shardings(specs, config.tables)
-    _check_model(config, inputs, loss, shardings)
-    placements = build_placements(specs, shardings, config.model.dim, world_size, config.tables)
-    check_memory(placements, world_size, limit_bytes)
-    tables = Tables(specs, shardings, config.model.dim, init_std=config.tables.init_std, seed=config.train.seed)
-    kind, settings = choose(config.encoder, ENCODERS, "encoder")
+    loss = checked.loss
+    tables = Tables(checked.specs, checked.shardings, config.model.dim, init_std=config.tables.init_std, seed=config.train.seed)
     torch.manual_seed(config.train.seed)  # the dense part starts equal on all ranks
-    encoder = kind(settings, config.model.dim, config.data.max_len)
+    encoder = checked.build_encoder()
     autocast = torch.bfloat16 if config.train.precision == "bf16" else None
-    model = SequenceModel(config.model, inputs, tables, encoder, loss, seed=config.train.seed, autocast=autocast)
+    model = SequenceModel(config.model, checked.inputs, tables, encoder, loss, seed=config.train.seed, autocast=autocast)
     collate = Collate(
         store,
         config.data,
@@ -110,40 +99,7 @@ def _prepare(config: RunConfig, world_size: int, limit_bytes: int, fold_valid: b
         seed=config.train.seed,
         key_order=tables.key_order,
     )
-    return store, dict(views), inputs, model, placements, collate, kind.cost(settings, config.model.dim), getattr(loss, "normalize", False)
-
-
-def _check_unknown(config: RunConfig, schema: Schema) -> None:
-    if config.data.on_unknown == "error":
-        for feature in (*schema.history, *schema.context):
-            if feature.num_unknown:
-                todo = "mend the source, prepare again with --on-unknown error to see where, or set --data.on_unknown=count"
-                raise problem(
-                    "The store holds unknown ids", got=feature.num_unknown, wanted=0, where=f"feature {feature.name!r}", todo=todo
-                )
-
-
-def _check_model(config: RunConfig, inputs: Inputs, loss: Any, shardings: dict[str, str]) -> None:
-    kind = ENCODERS.get(config.encoder.name)  # type: ignore[attr-defined]
-    if kind is not None and config.task == "next_item" and not kind.causal:
-        got = f"{config.encoder.name} with next_item"  # type: ignore[attr-defined]
-        wanted = [name for name, other in ENCODERS.items() if other.causal]
-        raise problem(
-            "An encoder that sees the future would read its own targets",
-            got=got,
-            wanted=wanted,
-            where="encoder.name",
-            todo="choose one of these, such as sasrec",
-        )
-    if loss.needs_table and shardings.get(inputs.target_table) != "replicated":
-        todo = f"set --tables.shard_rows above {inputs.num_items}, or use --loss.name=sampled_softmax"
-        raise problem(
-            "full_softmax needs the whole item table on each rank",
-            got=shardings.get(inputs.target_table),
-            wanted="replicated",
-            where=f"table {inputs.target_table!r}",
-            todo=todo,
-        )
+    return store, dict(views), checked.inputs, model, checked.placements, collate, checked.cost, getattr(loss, "normalize", False)
 
 
 def _memory_limit(config: RunConfig, world: World) -> int:

@@ -27,6 +27,7 @@ def build_inputs(config: RunConfig, schema: Schema) -> Inputs:
         choose_features(config.data.history, schema.history, "history"),
         choose_features(config.data.context, schema.context, "context"),
     )
+    _check_names(history, context)
     keys = tuple(_key(f) for f in history if _key(f))
     common: dict[str, Any] = {
         "task": config.task,
@@ -68,11 +69,25 @@ def build_inputs(config: RunConfig, schema: Schema) -> Inputs:
     return Inputs(**common, target=name, target_table=feature.table, num_items=schema.table(feature.table).num_rows)
 
 
+def _check_names(history: list[Feature], context: list[Feature]) -> None:
+    both = sorted({f.name for f in history if f.kind == "id"} & {f.name for f in context if f.kind == "id"})
+    if both:
+        todo = "leave it out of one of them, or prepare it under two names"
+        raise problem(
+            "A feature of both history and context", got=both, wanted="one place each", where="data.history, data.context", todo=todo
+        )
+
+
 def choose_features(names: list[str] | None, features: tuple[Feature, ...], where: str) -> list[Feature]:
-    """Returns the named features in the asked order, or all of them.
+    """Returns the named features in the asked order, or all of them; those that no model reads are only refused when named.
+
+    Args:
+        names: what the config asks for; None asks for all.
+        features: of the store.
+        where: `history` or `context`.
 
     Raises:
-        ValueError: a name the store does not have.
+        ValueError: a name the store does not have, or a time that no model reads.
     """
     if names is None:
         return list(features)
@@ -80,7 +95,21 @@ def choose_features(names: list[str] | None, features: tuple[Feature, ...], wher
     for name in names:
         if name not in known:
             raise problem("The store has no such feature", got=name, wanted=sorted(known), where=f"data.{where}", todo="name one of these")
+        if not is_read(known[name], where):
+            todo = f"leave it out of data.{where}" + (", or prepare it with gap: log or bucket" if where == "history" else "")
+            raise problem(
+                "A time that the model would not read",
+                got=name,
+                wanted=[f.name for f in features if is_read(f, where)],
+                where=f"data.{where}",
+                todo=todo,
+            )
     return [known[name] for name in names]
+
+
+def is_read(feature: Feature, where: str) -> bool:
+    """Returns whether a model can read a feature of the `history` or the `context`: a time only as gaps between events."""
+    return feature.kind != "time" or (where == "history" and feature.gap != "none")
 
 
 def _key(feature: Feature) -> str:

@@ -7,16 +7,21 @@ from typing import Any
 import numpy as np
 
 from distrag.batching.plan import EpochPlan, plan_epoch
-from distrag.config import RunConfig, choose
+from distrag.config import RunConfig, check_number
+from distrag.config.limits import INT32, Range
+from distrag.data.schema import Schema
 from distrag.data.split import build_views
 from distrag.data.store import open_store
-from distrag.embedding.config import build_shardings
-from distrag.encoder import ENCODERS
-from distrag.training.inputs import build_inputs, build_loss, build_specs
+from distrag.training.checks import check_job, check_length
+from distrag.training.inputs import choose_features, is_read
+
+MAX_RANKS = 65_536
 
 
 def plan_run(config: RunConfig, world_size: int, epoch: int = 0) -> dict[str, Any]:
-    """Returns the plan of an epoch in numbers.
+    """Returns the plan of an epoch in numbers; refuses what training refuses.
+
+    What a rank may hold is checked where `tables.max_gib_per_rank` says it: the ranks are not this machine.
 
     Args:
         config: the run.
@@ -24,11 +29,14 @@ def plan_run(config: RunConfig, world_size: int, epoch: int = 0) -> dict[str, An
         epoch: which epoch.
 
     Raises:
-        ValueError: for a config, store or world size that cannot be planned.
+        ValueError: for a config, store or world size that cannot be trained.
     """
+    check_number(world_size, Range(1, MAX_RANKS), "--world-size")
+    check_number(epoch, Range(0, INT32), "--epoch")
     store = open_store(config.data.path)
+    limit = int(config.tables.max_gib_per_rank * 2**30) or None
+    checked = check_job(config, store.schema, world_size, device=config.train.device, limit_bytes=limit)
     view = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len)["train"]  # type: ignore[arg-type]
-    kind, settings = choose(config.encoder, ENCODERS, "encoder")
     batching = config.batching
     plan = plan_epoch(
         view.lengths,
@@ -39,10 +47,28 @@ def plan_run(config: RunConfig, world_size: int, epoch: int = 0) -> dict[str, An
         bucket_steps=batching.bucket_steps,
         seed=config.train.seed,
         epoch=epoch,
-        cost=kind.cost(settings, config.model.dim),
+        cost=checked.cost,
     )
-    numbers = {"world_size": world_size, "epoch": epoch, **plan.summary(), "num_cut": view.num_cut}
-    return {**numbers, **_per_rank(plan, view.lengths), "tables": _tables(config, store.schema, world_size)}
+    run_steps = check_length(config, plan.num_steps)
+    numbers = {"world_size": world_size, "epoch": epoch, **plan.summary(), "num_steps_of_run": run_steps, "num_cut": view.num_cut}
+    load = [sum(p.bytes_per_rank for p in checked.placements if rank in p.ranks) for rank in range(world_size)]
+    return {
+        **numbers,
+        **_per_rank(plan, view.lengths),
+        "table_mib_per_rank_max": max(load) / 2**20,
+        **_features(config, store.schema),
+        "tables": [str(placement) for placement in checked.placements],
+    }
+
+
+def _features(config: RunConfig, schema: Schema) -> dict[str, list[str]]:
+    """Returns what the model reads, and what the store has besides."""
+    groups = {"history": (config.data.history, schema.history), "context": (config.data.context, schema.context)}
+    read = {
+        where: [f.name for f in choose_features(names, features, where) if is_read(f, where)] for where, (names, features) in groups.items()
+    }
+    left = [f"{where} {f.name}" for where, (_, features) in groups.items() for f in features if f.name not in read[where]]
+    return {"features_read": [f"{where} {name}" for where, names in read.items() for name in names], "features_left_out": left}
 
 
 def _per_rank(plan: EpochPlan, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, float]:
@@ -63,16 +89,10 @@ def _per_rank(plan: EpochPlan, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> 
     }
 
 
-def _tables(config: RunConfig, schema: Any, world_size: int) -> list[str]:
-    from distrag.embedding.plan import build_placements
-
-    specs = build_specs(build_inputs(config, schema), schema, build_loss(config).negatives != "none")
-    return [str(p) for p in build_placements(specs, build_shardings(specs, config.tables), config.model.dim, world_size, config.tables)]
-
-
 def describe_plan(numbers: dict[str, Any]) -> str:
     """Returns the numbers of `plan_run` as lines to read."""
-    lines = [
-        f"{key:28} {value:,.4f}" if isinstance(value, float) else f"{key:28} {value:,}" for key, value in numbers.items() if key != "tables"
-    ]
+    plain = {key: value for key, value in numbers.items() if not isinstance(value, list)}
+    lines = [f"{key:28} {value:,.4f}" if isinstance(value, float) else f"{key:28} {value:,}" for key, value in plain.items()]
+    for key in ("features_read", "features_left_out"):
+        lines.append(f"{key:28} {', '.join(numbers[key]) or 'none'}")
     return "\n".join([*lines, "tables", *(f"  {line}" for line in numbers["tables"])])
