@@ -92,6 +92,7 @@ class RaggedBatch:
         _check_shapes(self)
         _check_lengths(self)
         _check_finite(self)
+        _check_weights(self)
         _check_ids(self, table_rows or {})
 
 
@@ -128,6 +129,14 @@ def _check_lengths(batch: RaggedBatch) -> None:
         )
 
 
+def _check_weights(batch: RaggedBatch) -> None:
+    bad = (batch.weights < 0).nonzero()[:, 0]
+    if len(bad):
+        where = f"RaggedBatch.weights[{int(bad[0])}], sample {int(batch.samples[bad[0]])}"
+        todo = "mend the weight column of the source and run `distrag prepare` again"
+        raise problem("A weight is negative", got=batch.weights[bad[0]].item(), wanted="0 or more", where=where, todo=todo)
+
+
 def _check_finite(batch: RaggedBatch) -> None:
     for name in ("numbers", "context", "labels", "weights"):
         bad = (~torch.isfinite(getattr(batch, name))).nonzero()
@@ -151,6 +160,9 @@ def _check_ids(batch: RaggedBatch, table_rows: Mapping[str, int]) -> None:
             got = f"{len(values)} values, lengths sum to {int(lengths.sum())} over {len(lengths)} samples"
             raise problem("Lengths of a key do not describe its values", got=got, wanted="equal", where=f"key {key!r}", todo=_BUILD)
         rows = table_rows.get(key)
+        if values.dtype != torch.int64 or lengths.dtype != torch.int64:
+            got = f"values {values.dtype}, lengths {lengths.dtype}"
+            raise problem("Ids of another integer type", got=got, wanted="int64 both, on every rank", where=f"key {key!r}", todo=_BUILD)
         bad = ((values < 0) | (values >= rows)).nonzero()[:, 0] if rows is not None else values[:0]
         if len(bad):
             sample = int(torch.searchsorted(lengths.cumsum(0), bad[0], right=True))

@@ -50,19 +50,20 @@ def save_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, extra
         world: the ranks.
     """
     part = path.with_name(path.name + ".part")
-    if world.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    world.barrier()
+    world.on_first(lambda: _clear(part))
     with _quiet():
         save(_state(parallel, optimizer), checkpoint_id=str(part))
-    if world.rank == 0:
-        (part / _EXTRA).write_text(json.dumps(extra))
-        _replace(part, path)
-    world.barrier()
+    world.on_first(lambda: _publish(part, path, extra))
 
 
-def _replace(part: Path, path: Path) -> None:
+def _clear(part: Path) -> None:
+    if part.exists():
+        shutil.rmtree(part)
+    part.mkdir(parents=True)
+
+
+def _publish(part: Path, path: Path, extra: dict[str, Any]) -> None:
+    (part / _EXTRA).write_text(json.dumps(extra))
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -85,13 +86,17 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, world: World) -> dict[str, Any]:
+def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None = None) -> dict[str, Any]:
     """Fills the model (and optimizer) from a checkpoint of any world size; returns its extra values. Every rank calls it.
 
     Raises:
         ValueError: there is no whole checkpoint.
     """
     found = find_checkpoint(path)
+    if optimizer is not None:
+        # A fresh optimizer has no state to load into. Making it takes a real step, which may move weights: they are loaded after.
+        for _name, part in optimizer.optimizers:
+            part.init_state()
     state = _state(parallel, optimizer)
     with _quiet():
         load(state, checkpoint_id=str(found))

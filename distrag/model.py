@@ -113,9 +113,9 @@ class SequenceModel(nn.Module):
 
     def query(self, batch: RaggedBatch) -> torch.Tensor:
         """Returns the vector that ranks items for each sample by dot product, float32 `[B, D]` (next_item)."""
-        x = self._positions(batch, self.tables(batch.ids))
-        with self._precision(x):
-            pooled = self.encoder.pool(x, batch.offsets, None)
+        vectors = self.tables(batch.ids)
+        with self._precision(batch.numbers):
+            pooled = self.encoder.pool(self._positions(batch, vectors), batch.offsets, None)
         return pooled.float()  # type: ignore[no-any-return]
 
     def _keys(self, batch: RaggedBatch) -> torch.Tensor | None:
@@ -143,18 +143,16 @@ class SequenceModel(nn.Module):
         return torch.cat([*(vectors[key] for key in self.inputs.context_keys), batch.context], 1)
 
     def _logits(self, batch: RaggedBatch, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
-        x = self._positions(batch, vectors)
         assert self.head is not None
-        with self._precision(x):
-            pooled = self.encoder.pool(x, batch.offsets, self._keys(batch))
+        with self._precision(batch.numbers):
+            pooled = self.encoder.pool(self._positions(batch, vectors), batch.offsets, self._keys(batch))
             logits = self.head(torch.cat([pooled, self._context(batch, vectors)], 1))
         return logits.float()[:, 0]  # type: ignore[no-any-return]
 
     def _next_items(self, batch: RaggedBatch, vectors: dict[str, torch.Tensor]) -> NextItemTargets:
         target, offsets = self.inputs.target, batch.offsets
-        x = self._positions(batch, vectors)
-        with self._precision(x):
-            states = self.encoder(x, offsets, self._keys(batch))
+        with self._precision(batch.numbers):
+            states = self.encoder(self._positions(batch, vectors), offsets, self._keys(batch))
         ids = ragged.shift_next(batch.ids[target].values(), offsets, batch.ids[f"{target}:next"].values())
         wants_vectors = not self.loss.needs_table
         negative_ids, negative_vectors = self._negatives(batch, vectors)

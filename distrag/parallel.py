@@ -66,7 +66,11 @@ def build_parallel(
     if model.tables.sharded is not None:
         attach_table_optimizer(model.tables.sharded, tables, table_lr, device)
         plan = build_plan("tables.sharded", model.tables.sharded, placements, world.size, world.local_size, device)
-    dmp = distribute(model.to(world.device), plan, world.device)
+    # Sharded tables stay on the CPU until their rows are dealt out: a GPU never holds a whole one.
+    for name, module in (*model.named_children(), *((f"tables.{n}", m) for n, m in model.tables.named_children())):
+        if name not in ("tables", "tables.sharded"):
+            module.to(world.device)
+    dmp = distribute(model, plan, world.device)
     if device == "cpu" and tables.cpu_kernel == "numba" and model.tables.sharded is not None:
         replace_cpu_kernels(dmp, tables.optimizer)
         if world.size == 1 and direct:

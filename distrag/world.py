@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from distrag.problem import problem
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,13 @@ class World:
         return -int(self.all_reduce_max(torch.tensor(-free, device=self.device)))
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `value` over all ranks, on every rank."""
+        """Returns `value` after adding every other rank's to it, in place, on every rank."""
         if self.size > 1:
             dist.all_reduce(value, dist.ReduceOp.SUM)
         return value
 
     def all_reduce_max(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the elementwise maximum of `value` over all ranks, on every rank."""
+        """Returns `value` after taking the elementwise maximum over all ranks, in place, on every rank."""
         if self.size > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return value
@@ -93,6 +97,27 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    def on_first(self, act: Callable[[], _T]) -> _T | None:
+        """Returns what `act` gives on rank 0, None elsewhere; when it fails there, every rank raises.
+
+        Raises:
+            ValueError: a file could not be read or written, or whatever `act` refuses.
+        """
+        value: _T | None = None
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                value = act()
+            except OSError as caught:
+                todo = "free or unlock the path, or choose another folder"
+                error = problem(
+                    "A file cannot be written", got=caught.strerror, wanted="a writable place", where=caught.filename, todo=todo
+                )
+            except Exception as caught:
+                error = caught
+        self.agree(error)
+        return value
+
     def agree(self, error: Exception | None) -> None:
         """Raises on every rank when any rank has an error, so that no rank waits for one that left.
 
@@ -118,21 +143,29 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
         ValueError: CUDA was asked for and there is none, or there are fewer GPUs than local ranks.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    _check_launch(size)
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     chosen = _device(device, local_rank)
     torch.set_flush_denormal(True)  # subnormals cost up to 5.8x in long GRUs
     if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return World(rank, size, rank, size, chosen, started_here=False)
+        return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, chosen, started_here=False)
     # The object collectives travel on gloo, tensors on nccl where the device is a GPU.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout_s)
-    if "MASTER_ADDR" in os.environ and size > 1:
+    if size > 1:
         dist.init_process_group(backend, timeout=limit)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         rank, size, local_rank, local_size = 0, 1, 0, 1
     return World(rank, size, local_rank, local_size, chosen)
+
+
+def _check_launch(size: int) -> None:
+    if size > 1 and "MASTER_ADDR" not in os.environ and not dist.is_initialized():
+        todo = "start with torchrun, or unset WORLD_SIZE for a single process"
+        raise problem(
+            "Half a launcher", got=f"WORLD_SIZE={size}, no MASTER_ADDR", wanted="both or neither", where="the environment", todo=todo
+        )
 
 
 def _available_bytes() -> int:
@@ -163,4 +196,29 @@ def end_world(world: World) -> None:
     """Ends the process group that `start_world` started, after a last barrier; without it good runs can end in SIGABRT."""
     if world.started_here and dist.is_initialized():
         world.barrier()
-        dist.destroy_process_group()
+        _leave()
+
+
+def _leave() -> None:
+    dist.destroy_process_group()
+    torch.set_flush_denormal(False)
+
+
+@contextmanager
+def open_world(device: str = "auto", *, timeout_s: float = 300.0) -> Iterator[World]:
+    """Gives a World for as long as the block runs.
+
+    A rank that fails leaves at once, without the barrier: its own error shows, and the others see it gone instead of waiting.
+
+    Args:
+        device: as for `start_world`.
+        timeout_s: as for `start_world`.
+    """
+    world = start_world(device, timeout_s=timeout_s)
+    try:
+        yield world
+    except BaseException:
+        if world.started_here:
+            _leave()
+        raise
+    end_world(world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -45,7 +46,7 @@ class _Outcome:
     answer: Any
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 180) -> list[Any]:
     """Returns what `fn(*args)` returned on each of `world_size` gloo ranks, in rank order.
 
     The ranks are forks of this process, so `fn` may be a closure and `args` need no pickling; only results are pickled.
@@ -63,6 +64,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     """
     import torchrec.distributed.model_parallel  # noqa: F401 - once here instead of seconds in every fork
 
+    gc.collect()
     torch.set_num_threads(1)  # a fork does not inherit the threads of a pool that has started
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(number, world_size, Path(folder), timeout_s, fn, args) for number in range(world_size)]
@@ -91,6 +93,8 @@ def _start(number: int, world_size: int, folder: Path, timeout_s: float, fn: Cal
 def _child(
     number: int, world_size: int, folder: Path, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection
 ) -> None:
+    # Process groups and loaders that earlier tests left to the collector wait in their destructors for threads that a fork does not have.
+    gc.freeze()
     os.setpgid(0, 0)  # so that whatever `fn` starts ends with the rank
     with (folder / f"stack-{number}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)

@@ -21,7 +21,7 @@ from distrag.bench.ragged import RaggedLoading, RaggedSide, bench_config, build_
 from distrag.bench.shape import ModelShape
 from distrag.bench.table import print_report
 from distrag.bench.timing import Lap, compare, run_rounds, step_s, tokens_per_s
-from distrag.world import World, end_world, start_world
+from distrag.world import World, open_world
 
 if TYPE_CHECKING:
     import argparse
@@ -44,12 +44,8 @@ def bench(parser: argparse.ArgumentParser, words: Sequence[str]) -> Report:
         data = read_histories(args.data, args.samples, args.max_len)
     else:
         data = draw_histories(args.samples, args.num_items, args.max_len)
-    world = start_world("cpu")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            report = _measure(args, data, Path(folder) / "store", world)
-    finally:
-        end_world(world)
+    with open_world("cpu") as world, tempfile.TemporaryDirectory() as folder:
+        report = _measure(args, data, Path(folder) / "store", world)
     print_report(report)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

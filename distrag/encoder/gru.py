@@ -68,6 +68,8 @@ class GRU(nn.Module):
             elif x.shape[0]:
                 order = order or _time_major(offsets)
                 x = packed_gru(cast("nn.GRU", layer), x, *order)
+            else:
+                x = x + 0.0 * sum(weight.sum() for weight in weights)  # zero gradients, not none: DDP waits for each of them
         return x
 
     def pool(self, x: Tensor, offsets: Tensor, keys: Tensor | None = None) -> Tensor:

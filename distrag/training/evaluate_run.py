@@ -33,7 +33,7 @@ def evaluate_run(run_dir: str, part: str = "test", data: str | None = None) -> t
     world = start_world(config.train.device, timeout_s=config.train.timeout_s)
     try:
         job = build_job(dataclasses.replace(config, debug=False), world)
-        load_checkpoint(final_checkpoint(Path(run_dir)), job.parallel, None, world)
+        load_checkpoint(final_checkpoint(Path(run_dir)), job.parallel)
         return evaluate_view(job, part), world.rank
     finally:
         end_world(world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Fit:
         job: everything before the first step.
         writer: where numbers go.
         checkpoint: folder of the best state.
-        num_steps: stop after as many steps; otherwise what the config says.
+        num_steps: stop after as many steps; otherwise after the config's max_steps or num_epochs.
         schedule_steps: length that the learning-rate schedule is made for; otherwise `num_steps`.
         selects: evaluate on valid, keep the best, stop early; False for a refit, which has nothing left to select on.
 
@@ -61,6 +62,8 @@ class Fit:
         )
         self.sampler = build_sampler(job)
         self.num_steps = num_steps or count_steps(job, self.sampler)
+        # Epochs differ by a step or two, so whole epochs are counted as such; num_steps is then what schedule and progress go by.
+        self.max_steps, self.max_epochs = (num_steps, 0) if num_steps else (self.config.train.max_steps, self.config.train.num_epochs)
         self.optimizer = build_optimizer(job.parallel, self.config.optim, self.config.tables)
         self.schedule = Schedule(self.optimizer, self.config.optim, schedule_steps or self.num_steps)
         self.metric = choose_metric(job)
@@ -72,7 +75,7 @@ class Fit:
 
     def run(self) -> None:
         """Trains to the last step, or until valid has not improved for `train.patience` evaluations."""
-        while self.step < self.num_steps and not self._gave_up():
+        while not self._is_done():
             self._run_epoch()
         if self.selects and self.evaluated_at != self.step:
             self._evaluate()
@@ -88,7 +91,7 @@ class Fit:
         every = self.config.train.eval_every
         for batch in loader:
             self._run_step(batch, clock)
-            if self.step >= self.num_steps:
+            if 0 < self.max_steps <= self.step:
                 break
             if self.selects and every and self.step % every == 0:
                 self._evaluate()
@@ -115,9 +118,10 @@ class Fit:
 
     def _log(self, batch: RaggedBatch, result: StepResult, factor: float, clock: _Clock) -> None:
         loss = float(self.world.all_reduce_sum(result.loss_sum.clone())) / max(batch.global_count, 1e-12)
+        _check_loss(loss, self.step, self.epoch)
         self.losses.append(loss)
         plan = self.sampler.plan
-        lengths = self.job.views["train"].lengths[plan.step_samples(batch.step)]
+        lengths = self.sampler.lengths[plan.step_samples(batch.step)]
         values: dict[str, Any] = {
             "epoch": self.epoch,
             "loss": loss,
@@ -153,8 +157,18 @@ class Fit:
     def _save(self, extra: dict[str, Any]) -> None:
         save_checkpoint(self.checkpoint, self.job.parallel, self.optimizer, extra, self.world)
 
+    def _is_done(self) -> bool:
+        return self._gave_up() or 0 < self.max_steps <= self.step or 0 < self.max_epochs <= self.epoch
+
     def _gave_up(self) -> bool:
         return 0 < self.config.train.patience <= self.misses
+
+
+def _check_loss(loss: float, step: int, epoch: int) -> None:
+    """Stops a run that has lost its numbers; the loss is the same on every rank, so every rank stops."""
+    if not math.isfinite(loss):
+        todo = "lower --optim.lr and --optim.table_lr, add --optim.warmup_steps or --optim.clip_norm; --debug checks every batch"
+        raise problem("The loss is not finite", got=loss, wanted="a number", where=f"step {step}, epoch {epoch}", todo=todo)
 
 
 def build_sampler(job: Job) -> TokenBudgetSampler:

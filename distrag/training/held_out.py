@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -54,9 +56,12 @@ def _rank(job: Job, part: str) -> Metrics:
 
 def _catalogue(job: Job) -> Catalogue:
     shards = job.parallel.item_shards(job.inputs.target_table)
-    if job.normalize:
-        shards = [(row, col, torch.nn.functional.normalize(rows, dim=1)) for row, col, rows in shards]
-    return build_catalogue(job.world, shards, job.inputs.num_items, job.config.model.dim)
+    catalogue = build_catalogue(job.world, shards, job.inputs.num_items, job.config.model.dim)
+    if not job.normalize:
+        return catalogue
+    # Only here are rows whole: a column-wise shard does not know the norm of its rows.
+    blocks = tuple((row, torch.nn.functional.normalize(rows, dim=1)) for row, rows in catalogue.blocks)
+    return dataclasses.replace(catalogue, blocks=blocks)
 
 
 def _classify(job: Job, part: str) -> Metrics:

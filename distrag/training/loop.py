@@ -17,11 +17,11 @@ import yaml
 from distrag.checkpoint import load_checkpoint
 from distrag.config import RunConfig, read_config, to_dict
 from distrag.data.schema import save_schema
-from distrag.training.build import Job, agreed, build_job
+from distrag.training.build import Job, build_job
 from distrag.training.fit import Fit, build_sampler, count_steps
 from distrag.training.held_out import Metrics, evaluate_view
 from distrag.training.metrics import MetricsWriter, finite
-from distrag.world import end_world, start_world
+from distrag.world import open_world
 
 
 @dataclass(frozen=True)
@@ -61,26 +61,25 @@ def train(config: RunConfig | Mapping[str, Any] | Sequence[str]) -> RunResult:
         ValueError: anything a config, a store or a file can cause, before any rank waits for another.
     """
     run = read_config(config)
-    world = start_world(run.train.device, timeout_s=run.train.timeout_s)
-    try:
+    with open_world(run.train.device, timeout_s=run.train.timeout_s) as world:
         return run_job(build_job(run, world))
-    finally:
-        end_world(world)
 
 
 def run_job(job: Job) -> RunResult:
     """Trains a job, refits it where asked, tests it once and writes the result. A collective: every rank calls it."""
     started, folder = time.perf_counter(), Path(job.config.train.run_dir)
     num_steps = count_steps(job, build_sampler(job))
-    note = agreed(job.world, lambda: _open(job, folder))
-    writer = MetricsWriter(folder, active=job.world.rank == 0, tensorboard=job.config.train.tensorboard, num_steps=num_steps)
+    note = job.world.on_first(lambda: _open(job, folder)) or ""
+    tensorboard = job.config.train.tensorboard
+    writer = job.world.on_first(lambda: MetricsWriter(folder, active=True, tensorboard=tensorboard, num_steps=num_steps))
+    writer = writer or MetricsWriter(folder, active=False, tensorboard=False, num_steps=num_steps)
     try:
         fit = Fit(job, writer, folder / "checkpoints" / "best")
         _describe(fit, note)
         fit.run()
         last = _refit(fit, folder) if job.config.train.refit else fit
         if last is fit:
-            load_checkpoint(fit.checkpoint, job.parallel, None, job.world)
+            load_checkpoint(fit.checkpoint, job.parallel)
         test = evaluate_view(last.job, "test")
         writer.write("test", last.step, test)
         writer.say(f"test, from the best step {fit.best_step}: {_show(test)}")
@@ -89,8 +88,7 @@ def run_job(job: Job) -> RunResult:
     refit_steps = last.step if last is not fit else 0
     seconds = time.perf_counter() - started
     result = RunResult(folder, fit.step, fit.epoch, fit.best_step, refit_steps, fit.best_valid, test, seconds, fit.losses)
-    if job.world.rank == 0:
-        (folder / "result.json").write_text(json.dumps(_summary(job, result), indent=1) + "\n")
+    job.world.on_first(lambda: (folder / "result.json").write_text(json.dumps(_summary(job, result), indent=1) + "\n"))
     return result
 
 
@@ -113,9 +111,7 @@ def _refit(fit: Fit, folder: Path) -> Fit:
 
 
 def _open(job: Job, folder: Path) -> str:
-    """Writes config and schema on rank 0; an earlier run in that folder is moved aside, and the note says where."""
-    if job.world.rank != 0:
-        return ""
+    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where."""
     note = ""
     if (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())

@@ -98,6 +98,11 @@ NEXT_ITEM = [
     {"tables__shard_rows": 20, "loss": {"name": "bce"}, "optim__clip_norm": 0.05},
     {"tables__shard_rows": 1000, "loss": {"name": "full_softmax"}, "encoder": {"name": "sasrec", "dropout": 0.0}},
     {"tables__sharding": "column_wise", "tables__optimizer": "adagrad"},
+    {
+        "tables__sharding": "column_wise",
+        "tables__optimizer": "sgd",
+        "loss": {"name": "sampled_softmax", "num_negatives": 8, "normalize": True},
+    },
     {"tables__optimizer": "sgd", "loss": {"name": "sampled_softmax", "num_negatives": 8, "normalize": True, "temperature": 0.1}},
 ]
 CONVERSION = [
@@ -120,8 +125,8 @@ def test_loss_curve_dense_parameters_tables_and_metrics_do_not_depend_on_the_num
                 sat_out += dummies
                 assert len(losses) == 30
                 np.testing.assert_allclose(losses, losses1, rtol=0, atol=1e-5, err_msg=f"{world} ranks, {case}")
-                # Adam divides a gradient of rounding noise by its own size, so replicated tables keep one digit less.
-                close = 1e-5 if case.get("tables__shard_rows", 1) > 1 else 1e-6
+                # Adam divides a gradient of rounding noise by its own size: where it also holds tables, a rare element moves further.
+                close = 5e-5 if case.get("tables__shard_rows", 1) > 1 else 1e-6
                 for name, values in state1.items():
                     np.testing.assert_allclose(state[name], values, rtol=0, atol=close, err_msg=f"{world} ranks, {case}, {name}")
                 assert test.keys() == test1.keys()

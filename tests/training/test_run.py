@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+from distrag.config import read_config
 from distrag.data.write import write_store
 from distrag.report.page import write_report
+from distrag.training.build import build_job
 from distrag.training.evaluate_run import evaluate_run
-from distrag.training.loop import train
+from distrag.training.loop import run_job, train
 from distrag.training.optim import Schedule
-from tests.ranks import run_ranks
+from distrag.world import open_world, start_world
+from tests.ranks import RankError, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +92,18 @@ def test_an_earlier_run_in_the_folder_is_moved_aside_not_lost(store: Path, tmp_p
 
 
 def test_training_stops_after_patience_and_tests_the_best_state(store: Path, tmp_path: Path) -> None:
-    result = train(config(store, tmp_path / "run", optim={"lr": 1e-9}, train={"num_epochs": 50, "patience": 2}))
-    assert result.num_epochs < 10
-    assert result.valid["ndcg@10"] is not None
+    """A rate that grows without end makes later states worse than the best, so only a reload of the best can test as it did on valid."""
+    sections = config(store, tmp_path / "run", optim={"lr": 0.3, "warmup_steps": 400}, train={"num_epochs": 50, "patience": 3})
+    result = train(sections)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    scores = [line["ndcg@10"] for line in lines if line["kind"] == "valid"]
+    assert len(scores) < 50
+    assert scores.index(max(scores)) == len(scores) - 4
+    again, _ = evaluate_run(str(tmp_path / "run"), "valid")
+    assert again["ndcg@10"] == pytest.approx(max(scores))
+    assert result.valid["ndcg@10"] == max(scores)
+    tested, _ = evaluate_run(str(tmp_path / "run"), "test")
+    assert tested["ndcg@10"] == pytest.approx(result.test["ndcg@10"])
 
 
 def test_a_refit_trains_on_valid_too_and_is_what_evaluate_reads(store: Path, tmp_path: Path) -> None:
@@ -110,9 +125,75 @@ def test_conversion_learns_labels_and_reports_group_auc(store: Path, tmp_path: P
 
 
 def test_bf16_trains_the_dense_part_and_keeps_tables_in_float32(store: Path, tmp_path: Path) -> None:
-    result = train(config(store, tmp_path / "run", train={"precision": "bf16"}))
+    seen = set()
+    with open_world("cpu") as world:
+        job = build_job(read_config(config(store, tmp_path / "run", train={"precision": "bf16"})), world)
+        job.parallel.plain.encoder.transformer.blocks[0].up.register_forward_hook(lambda module, given, out: seen.add(out.dtype))
+        result = run_job(job)
+        assert {p.dtype for p in job.parallel.model.parameters()} == {torch.float32}
+    assert seen == {torch.bfloat16}
     assert result.test["hr@5"] is not None
     assert result.test["hr@5"] > 0.8
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_a_remedy(store: Path, tmp_path: Path) -> None:
+    with open_world("cpu") as world:
+        job = build_job(read_config(config(store, tmp_path / "run")), world)
+        job.parallel.plain.encoder.transformer.blocks[0].up.bias.data[0] = float("nan")
+        with pytest.raises(ValueError, match=r"(?s)The loss is not finite.*got:.*nan.*step 1.*lower --optim.lr"):
+            run_job(job)
+
+
+def test_epochs_are_whole_even_where_they_differ_in_steps(store: Path, tmp_path: Path) -> None:
+    result = train(config(store, tmp_path / "run", batching={"global_tokens": 31}, data={"path": str(store), "max_len": 15}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert result.num_epochs == 12
+    assert [line["epoch"] for line in lines if line["kind"] == "valid"] == list(range(1, 13))
+
+
+def test_what_rank_0_cannot_write_ends_every_rank_with_one_reason(store: Path, tmp_path: Path) -> None:
+    def attempt() -> str:
+        with pytest.raises(ValueError, match="A file cannot be written") as caught:
+            train(config(store, tmp_path / "run"))
+        return str(caught.value)
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    first, second = run_ranks(attempt, 2)
+    assert first in second
+
+
+def test_a_rank_that_fails_alone_ends_the_others_soon_and_shows_its_own_error(store: Path, tmp_path: Path) -> None:
+    def attempt() -> None:
+        job = build_job(read_config(config(store, tmp_path / "run")), start_world("cpu"))
+        if job.world.rank == 1:
+            take = job.collate
+
+            def broken(*given: Any, **named: Any) -> Any:
+                if named["step"] == 1:
+                    raise ValueError("bad row 17")
+                return take(*given, **named)
+
+            job = dataclasses.replace(job, collate=_Broken(take, broken))
+        run_job(job)
+
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised.*bad row 17"):
+        run_ranks(attempt, 2)
+    assert time.monotonic() - started < 60
+
+
+class _Broken:
+    """A collate that fails at one step, as one that meets a damaged row does."""
+
+    def __init__(self, whole: Any, call: Any) -> None:
+        self.whole, self.call = whole, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.call(*given, **named)
 
 
 @pytest.mark.parametrize(
