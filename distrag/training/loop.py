@@ -16,8 +16,8 @@ import yaml
 
 from distrag.checkpoint import load_checkpoint
 from distrag.config import RunConfig, read_config, to_dict
-from distrag.data.schema import save_schema
 from distrag.training.build import Job, build_job
+from distrag.training.contract import write_contract
 from distrag.training.fit import Fit, build_sampler, count_steps
 from distrag.training.held_out import Metrics, evaluate_view
 from distrag.training.metrics import MetricsWriter, finite
@@ -119,7 +119,7 @@ def _open(job: Job, folder: Path) -> str:
         note = f"an earlier run was moved to {folder}.{number}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(job.config), sort_keys=False))
-    save_schema(job.store.schema, folder / "schema.yaml")
+    write_contract(job.store, folder)
     return note
 
 

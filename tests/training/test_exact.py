@@ -54,7 +54,7 @@ def config(store: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         "encoder": {"name": "gru"},
         "loss": {"name": "sampled_softmax", "num_negatives": 8},
         "tables": {"shard_rows": 1, "optimizer": "rowwise_adagrad"},
-        "optim": {"lr": 0.01, "table_lr": 0.1, "warmup_steps": 4, "schedule": "cosine"},
+        "optim": {"lr": 0.002, "table_lr": 0.05, "warmup_steps": 4, "schedule": "cosine"},
         "train": {"max_steps": 30, "log_every": 1, "eval_every": 30, "run_dir": str(run_dir), "tensorboard": False, "device": "cpu"},
     }
     for key, value in changes.items():
@@ -125,8 +125,9 @@ def test_loss_curve_dense_parameters_tables_and_metrics_do_not_depend_on_the_num
                 sat_out += dummies
                 assert len(losses) == 30
                 np.testing.assert_allclose(losses, losses1, rtol=0, atol=1e-5, err_msg=f"{world} ranks, {case}")
-                # Adam divides a gradient of rounding noise by its own size: where it also holds tables, a rare element moves further.
-                close = 5e-5 if case.get("tables__shard_rows", 1) > 1 else 1e-6
+                # Adam and Adagrad divide each element's gradient by its own size, rounding noise included: a rare element moves further.
+                elementwise = 5e-6 if case.get("tables__optimizer") == "adagrad" else 1e-6
+                close = 5e-5 if case.get("tables__shard_rows", 1) > 1 else elementwise
                 for name, values in state1.items():
                     np.testing.assert_allclose(state[name], values, rtol=0, atol=close, err_msg=f"{world} ranks, {case}, {name}")
                 assert test.keys() == test1.keys()
