@@ -1,0 +1,123 @@
+"""What a run must find again in a store that it is evaluated on: features, their normalisation, and the meaning of every table row."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import yaml
+
+from distrag.config import RunConfig
+from distrag.data.schema import Feature, Schema, load_schema, save_schema
+from distrag.data.store import Store
+from distrag.problem import problem
+from distrag.training.inputs import is_read
+
+SCHEMA = "schema.yaml"
+VOCABULARIES = "vocabularies.yaml"
+_TODO = "evaluate on the run's own store, or on one prepared with the same vocabularies and normalisation"
+_MEANING = ("kind", "table", "transform", "mean", "std", "gap")
+"""Fields of a feature that change what the model is given; counts and dtypes do not."""
+
+
+def write_contract(store: Store, run_dir: Path) -> None:
+    """Writes the store's schema and the hash of each vocabulary into the run directory."""
+    save_schema(store.schema, run_dir / SCHEMA)
+    (run_dir / VOCABULARIES).write_text(yaml.safe_dump(hash_vocabularies(store), sort_keys=False), encoding="utf-8")
+
+
+def hash_vocabularies(store: Store) -> dict[str, str]:
+    """Returns a hash of the raw values, in the order of their rows, for each vocabulary table."""
+    return {table.name: _hash(store.vocabulary(table.name)) for table in store.schema.tables if table.kind == "vocabulary"}
+
+
+def _hash(values: pa.Array) -> str:
+    digest = hashlib.blake2b(f"{values.type}|{len(values)}|".encode(), digest_size=16)
+    if pa.types.is_large_string(values.type):
+        _, offsets, text = values.buffers()
+        ends = np.frombuffer(offsets, np.int64)[values.offset : values.offset + len(values) + 1] if offsets else np.zeros(1, np.int64)
+        digest.update(np.diff(ends).tobytes())
+        digest.update(memoryview(text)[int(ends[0]) : int(ends[-1])] if text else b"")
+    else:
+        digest.update(values.to_numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_schema(run_dir: Path) -> Schema:
+    """Returns the schema of the store that the run was trained on.
+
+    Raises:
+        ValueError: it is missing or cannot be read.
+    """
+    path = run_dir / SCHEMA
+    if not path.is_file():
+        wanted = "a folder that `distrag train` wrote"
+        raise problem("Not a whole run", got=f"no {SCHEMA}", wanted=wanted, where=run_dir, todo="train again")
+    return load_schema(path)
+
+
+def pin_features(config: RunConfig, schema: Schema) -> RunConfig:
+    """Returns the config with the features named that the model reads of this schema, so that another store's further ones stay out."""
+    data, named = config.data, {"history": schema.history, "context": schema.context}
+    names: dict[str, Any] = {
+        where: [f.name for f in features if is_read(f, where)] for where, features in named.items() if getattr(data, where) is None
+    }
+    return dataclasses.replace(config, data=dataclasses.replace(data, **names))
+
+
+def check_contract(config: RunConfig, store: Store, run_dir: Path) -> None:
+    """Refuses a store in which a feature or a table row would mean something else than in the store of the run.
+
+    Args:
+        config: of the run, its features pinned.
+        store: what the run is to be evaluated on.
+        run_dir: folder with what `write_contract` wrote.
+
+    Raises:
+        ValueError: naming the first feature or table that differs, with both sides.
+    """
+    schema = read_schema(run_dir)
+    if store.content_hash == schema.content_hash:
+        return
+    names = (config.data.history or [], config.data.context or [])
+    for group, ours, theirs in zip(names, (schema.history, schema.context), (store.schema.history, store.schema.context), strict=True):
+        for name in group:
+            _check_feature(name, ours, theirs, store.path)
+    read = {feature for group in names for name in group for feature in (name, f"{name}:gap")}
+    _check_tables(schema, store, {table.name for table in schema.tables if read & set(table.features)}, run_dir)
+
+
+def _check_feature(name: str, ours: tuple[Feature, ...], theirs: tuple[Feature, ...], path: Path) -> None:
+    wanted = next((f for f in ours if f.name == name), None)
+    got = next((f for f in theirs if f.name == name), None)
+    differ = [field for field in _MEANING if getattr(wanted, field, None) != getattr(got, field, None)]
+    if got is None or differ:
+        told = [", ".join(f"{field} {getattr(f, field)}" for field in differ) if f else "no such feature" for f in (got, wanted)]
+        raise problem(
+            "The store's features are not those of the run", got=told[0], wanted=told[1] or name, where=f"{path}, {name!r}", todo=_TODO
+        )
+
+
+def _check_tables(schema: Schema, store: Store, read: set[str], run_dir: Path) -> None:
+    there = {table.name: table for table in store.schema.tables}
+    for table in schema.tables:
+        if table.name not in read:
+            continue
+        other = there.get(table.name)
+        if other is None or (other.num_rows, other.kind) != (table.num_rows, table.kind):
+            got = f"{other.num_rows} rows, {other.kind}" if other else f"tables {sorted(there)}"
+            _refuse(table.name, got, f"{table.num_rows} rows, {table.kind}", store.path)
+    path = run_dir / VOCABULARIES
+    wanted = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+    found = hash_vocabularies(store)
+    for name in sorted(read & {table.name for table in schema.tables if table.kind == "vocabulary"}):
+        if found[name] != wanted.get(name):
+            _refuse(name, f"a vocabulary with hash {found[name]}", f"hash {wanted.get(name, 'unknown')}", store.path)
+
+
+def _refuse(table: str, got: str, wanted: str, path: Path) -> None:
+    raise problem("The store's tables are not those of the run", got=got, wanted=wanted, where=f"{path}, table {table!r}", todo=_TODO)
