@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command; a fault of input ends in one clear message and exit code 2."""
+    """Runs one command; a fault of input ends in one clear message and exit code 2, with `--debug` in its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(_help())
@@ -37,10 +37,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         command(words[1:])
     except ValueError as error:
+        if _debugs(words):
+            raise
         print(f"distrag {words[0]}: {error}", file=sys.stderr)
-        raise SystemExit(2) from (error if "--debug" in words else None)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _debugs(words: Sequence[str]) -> bool:
+    return any(word in ("--debug", "--debug=true") for word in words)
+
+
+def _full(words: Sequence[str]) -> list[str]:
+    """Returns the words with a bare `--debug` as the config's parser wants it, which asks every key for a value."""
+    follows = [*words[1:], "--"]
+    bare = [word == "--debug" and after not in ("true", "false") for word, after in zip(words, follows, strict=True)]
+    return ["--debug=true" if is_bare else word for word, is_bare in zip(words, bare, strict=True)]
 
 
 def _help() -> str:
@@ -133,8 +146,7 @@ def _train(words: list[str]) -> None:
     if "-h" in words or "--help" in words:
         build_parser().print_help()
         return
-    words = ["--debug=true" if word == "--debug" else word for word in words]
-    config = read_config(words)
+    config = read_config(_full(words))
     from distrag.training.loop import train
 
     train(config)
@@ -150,29 +162,29 @@ def _plan(words: list[str]) -> None:
     from distrag.config import read_config
     from distrag.training.plan import describe_plan, plan_run
 
-    numbers = plan_run(read_config(["--config", args.config, *overrides]), args.world_size, args.epoch)
+    numbers = plan_run(read_config(["--config", args.config, *_full(overrides)]), args.world_size, args.epoch)
     print(json.dumps(numbers, indent=1) if args.json else describe_plan(numbers))
 
 
 def _evaluate(words: list[str]) -> None:
     parser = _parser("evaluate")
     parser.add_argument("run", nargs="?", help="a run directory")
-    parser.add_argument("--part", choices=("valid", "test"), default="test")
+    parser.add_argument("--part", choices=("valid", "test"), default="test", help="what the run is scored on")
     parser.add_argument(
         "--popularity", choices=("all", "train"), help="rank by popularity instead of by a model: counted over all events, or train only"
     )
-    parser.add_argument("--data", help="the store, with --popularity; otherwise the run's own")
-    parser.add_argument("--ks", type=int, nargs="+", default=[5, 10, 20], help="cut-offs, with --popularity")
+    parser.add_argument("--data", help="the store; a run has its own, and takes another with the same vocabularies")
+    parser.add_argument("--ks", type=int, nargs="+", help="cut-offs of HR, NDCG and MRR; otherwise the run's own, or 5 10 20")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(words)
     from distrag.problem import problem
 
-    if args.popularity and args.data:
+    if args.popularity and args.data and not args.run:
         metrics, rank = _popularity(args)
     elif args.run and not args.popularity:
         from distrag.training.evaluate_run import evaluate_run
 
-        metrics, rank = evaluate_run(args.run, args.part, args.data)
+        metrics, rank = evaluate_run(args.run, args.part, args.data, args.ks)
     else:
         wanted = "`distrag evaluate RUN` or `distrag evaluate --popularity all --data STORE`"
         raise problem(
@@ -188,12 +200,12 @@ def _evaluate(words: list[str]) -> None:
 
 
 def _popularity(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    from distrag.config import check_ks
     from distrag.data.store import open_store
     from distrag.evaluate import evaluate_popularity
-    from distrag.world import end_world, start_world
+    from distrag.world import open_world
 
-    world = start_world("cpu")
-    try:
-        return evaluate_popularity(open_store(args.data), world, args.popularity, args.ks), world.rank
-    finally:
-        end_world(world)
+    ks = [5, 10, 20] if args.ks is None else args.ks
+    check_ks(ks, "--ks")
+    with open_world("cpu") as world:
+        return evaluate_popularity(open_store(args.data), world, args.popularity, ks), world.rank

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ def build_parser(prog: str = "distrag train") -> ArgumentParser:
     return parser
 
 
-def known_keys() -> list[str]:
+@cache
+def known_keys() -> tuple[str, ...]:
     """Returns every dotted key of the config."""
-    return [key for key, _ in _dotted(dataclasses.asdict(RunConfig()))]
+    return tuple(key for key, _ in _dotted(dataclasses.asdict(RunConfig())))
 
 
 def read_config(args: Sequence[str] | Mapping[str, Any] | RunConfig) -> RunConfig:
@@ -137,8 +139,9 @@ def check_keys(keys: Sequence[str], where: str) -> None:
         raise problem("An unknown config key", got=key, wanted=wanted, where=where, todo=f"correct the key; {_SEE_HELP}")
 
 
-def _sections() -> set[str]:
-    return {key.rsplit(".", 1)[0] for key in known_keys() if "." in key}
+@cache
+def _sections() -> frozenset[str]:
+    return frozenset(key.rsplit(".", 1)[0] for key in known_keys() if "." in key)
 
 
 def _nearest(key: str, names: Sequence[str]) -> str:
