@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from distrag.config import read_config
 from distrag.data.write import write_store
-from distrag.training.build import Job, build_job
+from distrag.training.build import build_job
 from distrag.training.fit import build_sampler
 from distrag.training.loop import run_job, train
 from distrag.world import start_world
+from tests.embedding.test_tables import full_tables
 from tests.ranks import run_ranks
 
 MAX_LEN = 20
@@ -66,27 +66,13 @@ def config(store: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     return sections
 
 
-def full_state(job: Job) -> dict[str, np.ndarray]:
-    out: dict[str, np.ndarray] = {}
-    for name, value in job.parallel.model.state_dict().items():
-        if hasattr(value, "local_shards"):
-            whole = torch.zeros(value.metadata().size)
-            for piece in value.local_shards():
-                (row, col), (rows, cols) = piece.metadata.shard_offsets, piece.metadata.shard_sizes
-                whole[row : row + rows, col : col + cols] = piece.tensor
-            dist.all_reduce(whole)
-            value = whole
-        out[name.removeprefix("module.")] = value.detach().clone().numpy()
-    return out
-
-
 def train_here(sections: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray], dict[str, Any], int]:
     """Runs the whole command's training on this rank; returns losses, final state, test metrics and the ranks that sat out a step."""
     job = build_job(read_config(sections), start_world("cpu"))
     plan = build_sampler(job).plan
     dummies = sum(int((plan.rank_samples(step) == 0).sum()) for step in range(plan.num_steps))
     result = run_job(job)
-    return result.losses, full_state(job), result.test, dummies
+    return result.losses, full_tables(job.parallel.model), result.test, dummies
 
 
 NEXT_ITEM = [
