@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -126,8 +125,9 @@ def check_number(value: float, allowed: Range, where: str) -> None:
     Raises:
         ValueError: naming the key, its value and the range.
     """
-    if not math.isfinite(value) or value not in allowed:
-        raise problem("A number out of range", got=value, wanted=allowed, where=where, todo=f"set {where} to a number in this range")
+    if value not in allowed:  # NaN is in none
+        got = "a number of many digits" if isinstance(value, int) and abs(value) > 10**40 else value
+        raise problem("A number out of range", got=got, wanted=allowed, where=where, todo=f"set {where} to a number in this range")
 
 
 def check_ks(ks: Sequence[int], where: str) -> None:

@@ -30,6 +30,11 @@ def build_parser(prog: str = "distrag train") -> ArgumentParser:
 
 
 @cache
+def _parser() -> ArgumentParser:
+    return build_parser()  # reads every docstring, which takes longer than all the rest
+
+
+@cache
 def known_keys() -> tuple[str, ...]:
     """Returns every dotted key of the config."""
     return tuple(key for key, _ in _dotted(dataclasses.asdict(RunConfig())))
@@ -46,7 +51,7 @@ def read_config(args: Sequence[str] | Mapping[str, Any] | RunConfig) -> RunConfi
     """
     if isinstance(args, RunConfig):
         return check_config(args)
-    parser = build_parser()
+    parser = _parser()
     if isinstance(args, Mapping):
         _check_tree(args, "the config mapping")
         parsed = _parse(lambda: parser.parse_object(dict(args)))

@@ -85,8 +85,8 @@ def check_memory(placements: Sequence[Placement], world_size: int, limit_bytes: 
         return
     raise problem(
         "The tables do not fit",
-        got=f"{load[worst] / _GIB:.2f} GiB on rank {worst}: " + "; ".join(str(p) for p in placements if worst in p.ranks),
-        wanted=f"at most {limit_bytes / _GIB:.2f} GiB a rank",
+        got=f"{load[worst] / _GIB:.3g} GiB on rank {worst}: " + "; ".join(str(p) for p in placements if worst in p.ranks),
+        wanted=f"at most {limit_bytes / _GIB:.3g} GiB a rank",
         where="tables",
         todo="use more ranks, a smaller model.dim, hashed tables with fewer buckets, or raise --tables.max_gib_per_rank",
     )

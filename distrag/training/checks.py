@@ -127,8 +127,8 @@ def _check_dense(num_dense: int, limit_bytes: int) -> None:
         gib = num_dense * _BYTES_PER_PARAMETER / 2**30
         raise problem(
             "The dense part does not fit",
-            got=f"{num_dense:,} parameters, {gib:.2f} GiB with gradients and optimizer state",
-            wanted=f"at most {limit_bytes / 2**30:.2f} GiB a rank",
+            got=f"{num_dense:,} parameters, {gib:.3g} GiB with gradients and optimizer state",
+            wanted=f"at most {limit_bytes / 2**30:.3g} GiB a rank",
             where="model and encoder",
             todo="lower model.dim, model.head_hidden, data.max_len or the encoder's sizes",
         )
