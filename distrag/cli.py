@@ -51,9 +51,8 @@ def _debugs(words: Sequence[str]) -> bool:
 
 def _full(words: Sequence[str]) -> list[str]:
     """Returns the words with a bare `--debug` as the config's parser wants it, which asks every key for a value."""
-    follows = [*words[1:], "--"]
-    bare = [word == "--debug" and after not in ("true", "false") for word, after in zip(words, follows, strict=True)]
-    return ["--debug=true" if is_bare else word for word, is_bare in zip(words, bare, strict=True)]
+    followed = [word == "--debug" and after in ("true", "false") for word, after in zip(words, [*words[1:], ""], strict=False)]
+    return ["--debug=true" if word == "--debug" and not has_value else word for word, has_value in zip(words, followed, strict=True)]
 
 
 def _help() -> str:

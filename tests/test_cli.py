@@ -84,13 +84,16 @@ def test_from_a_parquet_file_to_evaluated_runs(tmp_path: Path) -> None:
     call("prepare", tmp_path / "histories.parquet", "--out", tmp_path / "store")
     numbers = json.loads(call("stats", tmp_path / "store", "--json"))
     assert numbers
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"data": {"path": str(tmp_path / "store")}, "encoder": {"name": "gru"}}))
+    (tmp_path / "c.yaml").write_text(
+        yaml.safe_dump({"data": {"path": str(tmp_path / "store")}, "encoder": {"name": "gru"}, "train": {"num_epochs": 1}})
+    )
     plan = json.loads(call("plan", tmp_path / "c.yaml", "--world-size", 3, "--json"))
     assert plan["num_samples"] == 90
     call("train", "--config", tmp_path / "c.yaml", *small(tmp_path / "run"))
     alone = json.loads(call("evaluate", tmp_path / "run", "--json"))
-    both = json.loads(call("evaluate", tmp_path / "run", "--json", ranks=2))
+    both = json.loads(call("evaluate", tmp_path / "run", "--json", ranks=2, cwd=tmp_path))
     assert both == pytest.approx(alone)
+    assert "hr@3" in json.loads(call("evaluate", tmp_path / "run", "--part", "valid", "--ks", 3, "--json"))
     floor = json.loads(call("evaluate", "--popularity", "train", "--data", tmp_path / "store", "--json"))
     assert floor["users"] == alone["users"]
     assert call("report", tmp_path / "run").strip().endswith("report.html")
@@ -108,9 +111,26 @@ def test_from_a_parquet_file_to_evaluated_runs(tmp_path: Path) -> None:
         (["evaluate"], "Nothing to evaluate"),
         (["report", "nowhere"], "nowhere"),
         (["plan", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "configs/mine.yaml"], "write --config configs/mine.yaml"),
+        (["train", "--optim.betas=[0.9, 2]"], "optim.betas"),
+        (["evaluate", "--popularity", "all", "--data", "nowhere", "--ks", "0"], "--ks"),
     ],
 )
 def test_mistakes_end_in_one_clear_message(words: list[str], message: str, tmp_path: Path) -> None:
     text = call(*words, good=False, cwd=tmp_path)
     assert message in text
     assert "Traceback" not in text
+
+
+def test_debug_keeps_the_traceback(tmp_path: Path) -> None:
+    for word in ("--debug", "--debug=true"):
+        text = call("train", "--data.path=nowhere", "--train.max_steps=1", word, good=False, cwd=tmp_path)
+        assert "Traceback" in text
+        assert "to do:" in text
+    text = call("train", "--data.path=nowhere", "--train.max_steps=1", "--debug=false", good=False, cwd=tmp_path)
+    assert "Traceback" not in text
+
+
+def test_help_of_training_tells_what_encoders_take_by_default() -> None:
+    text = " ".join(call("train", "--help").split())
+    assert "transformer blocks (self_attention 1, sasrec 2)" in text
