@@ -15,6 +15,7 @@ from distrag.batching.sampler import TokenBudgetSampler
 from distrag.checkpoint import save_checkpoint
 from distrag.problem import problem
 from distrag.training.build import Job, agreed
+from distrag.training.checks import check_length
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
 from distrag.training.metrics import MetricsWriter
 from distrag.training.optim import Schedule, build_optimizer
@@ -143,8 +144,6 @@ class Fit:
         self.evaluated_at = self.step
         valid = evaluate_view(self.job, "valid")
         self.writer.write("valid", self.step, {"epoch": self.epoch, **valid})
-        if self.metric not in valid:
-            raise problem("No such metric", got=self.metric, wanted=sorted(valid), where="train.metric", todo="name one of these")
         score = valid[self.metric]
         better = score is not None and (self.best is None or (score < self.best if self.metric in LOWER_IS_BETTER else score > self.best))
         self.misses = 0 if better else self.misses + 1
@@ -200,15 +199,7 @@ def count_steps(job: Job, sampler: TokenBudgetSampler) -> int:
     Raises:
         ValueError: neither is set, or an epoch has no step.
     """
-    train, per_epoch = job.config.train, len(sampler)
-    if per_epoch == 0:
-        todo = "prepare a store with samples, or change data.split"
-        raise problem("No sample to train on", got="0 steps in an epoch", wanted="at least 1", where="the train view", todo=todo)
-    limits = [limit for limit in (train.max_steps, train.num_epochs * per_epoch) if limit > 0]
-    if not limits:
-        todo = "set --train.max_steps or --train.num_epochs"
-        raise problem("The run has no length", got="max_steps 0, num_epochs 0", wanted="one of them above 0", where="train", todo=todo)
-    return min(limits)
+    return check_length(job.config, len(sampler))
 
 
 class _Clock:

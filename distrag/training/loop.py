@@ -17,6 +17,7 @@ import yaml
 from distrag.checkpoint import load_checkpoint
 from distrag.config import RunConfig, read_config, to_dict
 from distrag.training.build import Job, build_job
+from distrag.training.checks import check_run_dir
 from distrag.training.contract import write_contract
 from distrag.training.fit import Fit, build_sampler, count_steps
 from distrag.training.held_out import Metrics, evaluate_view
@@ -112,6 +113,7 @@ def _refit(fit: Fit, folder: Path) -> Fit:
 
 def _open(job: Job, folder: Path) -> str:
     """Writes config and schema; an earlier run in that folder is moved aside, and the note says where."""
+    check_run_dir(folder)
     note = ""
     if (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
