@@ -111,7 +111,16 @@ def _prepare(words: list[str]) -> None:
     )
     tables = ", ".join(f"{table.name} ({table.num_rows:,} rows)" for table in schema.tables)
     print(f"{args.out}: {schema.num_samples:,} samples, {schema.num_positions:,} positions; hash {schema.content_hash[:12]}")
-    print(f"tables: {tables}")
+    print(
+        f"tables: {tables or 'none, so there is nothing to rank: a column of floats is read as numbers, unless a schema says `kind: id`'}"
+    )
+    odd = [
+        f"{f.name} {f.num_unknown:,} unknown, {f.num_null:,} null"
+        for f in (*schema.history, *schema.context)
+        if f.num_unknown or f.num_null
+    ]
+    if odd:
+        print("unknown ids are row 0, null numbers the mean, null times the time before: " + "; ".join(odd))
 
 
 def _stats(words: list[str]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from distrag.data.collect import Ids, Numbers, Spool, Times, per_sample, time_order
+from distrag.data.collect import Ids, Numbers, Spool, Times, per_sample
 from distrag.data.files import Batch, Rows
 from distrag.data.flatten import decode, flatten, integers, texts
 from distrag.data.recipe import FeatureRecipe, Recipe
@@ -59,7 +59,8 @@ class Building:
         times = {
             f.name: c.read(flat[f.column][1], lengths, f"{file}, column {f.column!r}") for f, c in self.history if isinstance(c, Times)
         }
-        order = time_order(next(iter(times.values())), lengths) if times else None
+        clock = next(((f, c) for f, c in self.history if isinstance(c, Times)), None)
+        order = clock[1].order(flat[clock[0].column][1], lengths, file) if clock else None
         for f, collector in self.history:
             if isinstance(collector, Times):
                 collector.add(self.spool, times[f.name], order)

@@ -36,7 +36,18 @@ def check_size(path: Path, schema: Schema) -> None:
 
 
 def check_columns(path: Path, batch: pa.RecordBatch, schema: Schema) -> None:
-    """Refuses columns of other names, types, order, rows, or with nulls."""
+    """Refuses columns of other names, types, order, rows, or with nulls, and a kind that its type cannot be."""
+    kinds = {"id": ("uint8", "uint16", "uint32", "int64"), "number": ("float32",), "time": ("int64",)}
+    for feature in (*schema.history, *schema.context):
+        if feature.dtype not in kinds[feature.kind] or (feature.kind == "id") != (feature.table is not None and feature.gap != "bucket"):
+            is_now = f"{feature.kind} of {feature.dtype} with table {feature.table}"
+            raise problem(
+                "A feature cannot be of its kind",
+                got=is_now,
+                wanted=f"{feature.kind} of {kinds[feature.kind]}",
+                where=f"{path}, feature {feature.name!r}",
+                todo=AGAIN,
+            )
     wanted = arrow_schema(schema)
     if not batch.schema.equals(wanted, check_metadata=False):
         got, want = _flat_names(batch.schema), _flat_names(wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -133,6 +133,18 @@ def seconds(values: pa.Array, unit: Unit, where: str) -> tuple[NDArray[np.int64]
         unit: unit of plain numbers; timestamps carry their own.
         where: for the error.
     """
+    raw, null, per_second = ticks(values, unit, where)
+    return np.floor_divide(raw, per_second).astype(np.int64), null
+
+
+def ticks(values: pa.Array, unit: Unit, where: str) -> tuple[NDArray[Any], NDArray[np.bool_], int]:
+    """Returns times as fine as they are written, int64 or float64, where they were null (0 there), and how many make a second.
+
+    Args:
+        values: as for `seconds`.
+        unit: as for `seconds`.
+        where: for the error.
+    """
     kind = values.type
     if pa.types.is_date(kind):
         values, kind = values.cast(pa.timestamp("ms")), pa.timestamp("ms")
@@ -142,9 +154,9 @@ def seconds(values: pa.Array, unit: Unit, where: str) -> tuple[NDArray[np.int64]
     if pa.types.is_floating(values.type):
         plain = pc.fill_null(pc.cast(values, pa.float64()), np.nan).to_numpy(zero_copy_only=False)
         null = ~(np.abs(plain) < 2.0**62)
-        return np.floor(np.where(null, 0, plain) / PER_SECOND[unit]).astype(np.int64), null
+        return np.where(null, 0.0, plain), null, PER_SECOND[unit]
     whole, null = integers(values, where)
-    return whole // PER_SECOND[unit], null
+    return whole, null, PER_SECOND[unit]
 
 
 def texts(values: pa.Array) -> pa.Array:

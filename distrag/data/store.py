@@ -46,6 +46,10 @@ class Store:
         """Rows (`N`)."""
         return self.schema.num_samples
 
+    def __len__(self) -> int:
+        """Rows (`N`), as a data set for a sampler."""
+        return self.num_samples
+
     @property
     def num_positions(self) -> int:
         """Positions over all rows."""

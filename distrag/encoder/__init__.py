@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
 from distrag.encoder.gru import GRU, GRUConfig
 from distrag.encoder.max import Max, MaxConfig
 from distrag.encoder.mean import Mean, MeanConfig
@@ -12,8 +16,18 @@ from distrag.encoder.sasrec import SASRec, SASRecConfig
 from distrag.encoder.self_attention import SelfAttention, SelfAttentionConfig
 from distrag.encoder.sum import Sum, SumConfig
 
-Encoder = Mean | Max | Sum | GRU | SelfAttention | SASRec
-EncoderConfig = MeanConfig | MaxConfig | SumConfig | GRUConfig | SelfAttentionConfig | SASRecConfig
+
+class Encoder(Protocol):
+    """What a class needs to stand in ENCODERS; no encoder derives from it."""
+
+    causal: ClassVar[bool]
+    Config: ClassVar[Any]
+
+    def __init__(self, config: Any, dim: int, max_len: int) -> None: ...
+    def pool(self, x: Tensor, offsets: Tensor, keys: Tensor | None = None) -> Tensor: ...  # noqa: D102
+    @staticmethod
+    def cost(config: Any, dim: int) -> tuple[float, float, float]: ...  # noqa: D102
+
 
 ENCODERS: dict[str, type[Encoder]] = {
     "mean": Mean,
@@ -28,7 +42,6 @@ __all__ = [
     "ENCODERS",
     "GRU",
     "Encoder",
-    "EncoderConfig",
     "GRUConfig",
     "Max",
     "MaxConfig",

@@ -5,14 +5,25 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, Literal, Protocol
+
 from distrag.loss.bce import BCE, BCEConfig
 from distrag.loss.binary import Binary, BinaryConfig
 from distrag.loss.full_softmax import FullSoftmax, FullSoftmaxConfig
 from distrag.loss.sampled_softmax import SampledSoftmax, SampledSoftmaxConfig
 from distrag.loss.targets import ConversionTargets, NextItemTargets
 
-Loss = BCE | SampledSoftmax | FullSoftmax | Binary
-LossConfig = BCEConfig | SampledSoftmaxConfig | FullSoftmaxConfig | BinaryConfig
+
+class Loss(Protocol):
+    """What a class needs to stand in LOSSES; no loss derives from it."""
+
+    negatives: ClassVar[Literal["none", "per_position", "shared"]]
+    needs_table: ClassVar[bool]
+    task: ClassVar[Literal["next_item", "conversion"]]
+    Config: ClassVar[Any]
+
+    def __init__(self, config: Any) -> None: ...
+
 
 LOSSES: dict[str, type[Loss]] = {
     "bce": BCE,
@@ -31,7 +42,6 @@ __all__ = [
     "FullSoftmax",
     "FullSoftmaxConfig",
     "Loss",
-    "LossConfig",
     "NextItemTargets",
     "SampledSoftmax",
     "SampledSoftmaxConfig",

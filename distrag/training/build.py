@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from distrag.batching.collate import Collate
@@ -16,6 +17,7 @@ from distrag.embedding.plan import Placement
 from distrag.embedding.tables import Tables
 from distrag.model import Inputs, SequenceModel
 from distrag.parallel import Parallel, build_parallel
+from distrag.problem import problem
 from distrag.training.checks import check_job
 from distrag.world import World
 
@@ -83,6 +85,8 @@ def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> J
 def _prepare(config: RunConfig, world: World, limit_bytes: int, fold_valid: bool) -> tuple[Any, ...]:
     store = open_store(config.data.path)
     checked = check_job(config, store.schema, world.size, device=world.device.type, limit_bytes=limit_bytes)
+    if config.task == "conversion":
+        _check_labels(store)
     views = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len, fold_valid=fold_valid)  # type: ignore[arg-type]
     loss = checked.loss
     tables = Tables(checked.specs, checked.shardings, config.model.dim, init_std=config.tables.init_std, seed=config.train.seed)
@@ -100,6 +104,14 @@ def _prepare(config: RunConfig, world: World, limit_bytes: int, fold_valid: bool
         key_order=tables.key_order,
     )
     return store, dict(views), checked.inputs, model, checked.placements, collate, checked.cost, getattr(loss, "normalize", False)
+
+
+def _check_labels(store: Store) -> None:
+    assert store.label is not None, "build_inputs has refused a store without labels"
+    bad = np.flatnonzero((store.label != 0) & (store.label != 1))
+    if len(bad):
+        where, todo = f"{store.path}, label of row {bad[0]}", "give `distrag prepare` a label of 0 and 1, such as rating >= 4"
+        raise problem("A label is neither 0 nor 1", got=float(store.label[bad[0]]), wanted="0 or 1", where=where, todo=todo)
 
 
 def _memory_limit(config: RunConfig, world: World) -> int:

@@ -64,7 +64,7 @@ def build_inputs(config: RunConfig, schema: Schema) -> Inputs:
             got=got,
             wanted=[f.name for f in ids],
             where="data.target",
-            todo="name one of these",
+            todo="name one of these; a column of floats was read as numbers: give it `kind: id` in the schema of `distrag prepare`",
         )
     return Inputs(**common, target=name, target_table=feature.table, num_items=schema.table(feature.table).num_rows)
 

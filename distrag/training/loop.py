@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import platform
 import time
@@ -10,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from distrag.checkpoint import load_checkpoint
 from distrag.config import RunConfig, read_config, to_dict
+from distrag.problem import problem
 from distrag.training.build import Job, build_job
 from distrag.training.checks import check_run_dir
 from distrag.training.contract import write_contract
@@ -70,7 +72,8 @@ def run_job(job: Job) -> RunResult:
     """Trains a job, refits it where asked, tests it once and writes the result. A collective: every rank calls it."""
     started, folder = time.perf_counter(), Path(job.config.train.run_dir)
     num_steps = count_steps(job, build_sampler(job))
-    note = job.world.on_first(lambda: _open(job, folder)) or ""
+    _check_targets(job)
+    note, held = job.world.on_first(lambda: _open(job, folder)) or ("", None)
     tensorboard = job.config.train.tensorboard
     writer = job.world.on_first(lambda: MetricsWriter(folder, active=True, tensorboard=tensorboard, num_steps=num_steps))
     writer = writer or MetricsWriter(folder, active=False, tensorboard=False, num_steps=num_steps)
@@ -84,8 +87,14 @@ def run_job(job: Job) -> RunResult:
         test = evaluate_view(last.job, "test")
         writer.write("test", last.step, test)
         writer.say(f"test, from the best step {fit.best_step}: {_show(test)}")
+        if test.get("num_seen_targets"):
+            writer.say(
+                f"{test['num_seen_targets']:,} test targets are items the user had before; those are no candidates, so they count as misses"
+            )
     finally:
         writer.close()
+        if held is not None:
+            held.close()
     refit_steps = last.step if last is not fit else 0
     seconds = time.perf_counter() - started
     result = RunResult(folder, fit.step, fit.epoch, fit.best_step, refit_steps, fit.best_valid, test, seconds, fit.losses)
@@ -111,9 +120,25 @@ def _refit(fit: Fit, folder: Path) -> Fit:
     return again
 
 
-def _open(job: Job, folder: Path) -> str:
-    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where."""
+def _check_targets(job: Job) -> None:
+    counts = job.collate.counts(job.views["train"])
+    if counts.sum() > 0:
+        return
+    what = "known items that follow another" if job.config.task == "next_item" else "samples of a weight above 0"
+    todo = "give longer histories or weights, or change data.split: leave_one_out takes the last two events of each row away"
+    raise problem(
+        "There is nothing to learn", got=f"0 targets in {len(counts):,} train samples", wanted=what, where=job.store.path, todo=todo
+    )
+
+
+def _open(job: Job, folder: Path) -> tuple[str, TextIO]:
+    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where.
+
+    Returns:
+        The note, and the open lock that tells other runs that this one lives.
+    """
     check_run_dir(folder)
+    _check_free(folder)
     note = ""
     if (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
@@ -122,7 +147,26 @@ def _open(job: Job, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(job.config), sort_keys=False))
     write_contract(job.store, folder)
-    return note
+    held = (folder / _LOCK).open("w")
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return note, held
+
+
+_LOCK = "run.lock"
+
+
+def _check_free(folder: Path) -> None:
+    """Refuses the folder of a run that still lives; the kernel lets go of a dead run's lock."""
+    if not (folder / _LOCK).exists():
+        return
+    with (folder / _LOCK).open("r+") as other:
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            todo = "wait for it, or set another --train.run_dir"
+            raise problem(
+                "Another run is at work in this folder", got="its lock is held", wanted="a free folder", where=folder, todo=todo
+            ) from None
 
 
 def _describe(fit: Fit, note: str) -> None:
@@ -132,6 +176,8 @@ def _describe(fit: Fit, note: str) -> None:
     sizes = ", ".join(f"{name} {len(view):,}" for name, view in job.views.items())
     say(f"{job.world.size} rank(s) on {job.world.device.type}; samples: {sizes}; cut to max_len: {job.views['train'].num_cut:,} events")
     say(f"{plan.num_steps} steps an epoch, {fit.num_steps} in all; planned imbalance {plan.imbalances().mean():.4f} (max/mean cost)")
+    if not len(job.views["valid"]):
+        say("valid has no samples: nothing selects the best step, and the last one is tested")
     for placement in job.placements:
         say(f"table {placement}")
     rooms = {name: module for name, module in job.parallel.plain.named_children() if name != "tables"}

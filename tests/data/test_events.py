@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distrag.data.prepare import prepare
+from distrag.data.store import open_store
 from tests.data.rows import prepared, raw_items
 
 
@@ -94,3 +95,14 @@ def test_null_items_are_the_unknown_row(tmp_path: Path) -> None:
     store = prepared(tmp_path / "e.csv", tmp_path / "out")
     assert store.position("item_id").tolist() == [0, 1]
     assert store.schema.history[0].num_null == 1
+
+
+@pytest.mark.parametrize("times", [["1700000000.9", "1700000000.1", "1700000000.5"], [f"2024-01-01T00:00:00.{f}00Z" for f in (9, 1, 5)]])
+def test_events_within_one_second_keep_the_order_of_their_fractions(tmp_path: Path, times: list[str]) -> None:
+    lines = "".join(f"1,{item},{time}\n" for item, time in zip((10, 11, 12), times, strict=True))
+    (tmp_path / "events.csv").write_text("uid,sku,ts\n" + lines)
+    prepare(tmp_path / "events.csv", tmp_path / "store", user="uid", item="sku", time="ts")
+    store = open_store(tmp_path / "store")
+    raw = store.vocabulary("sku").to_pylist()
+    assert [raw[row - 1] for row in store.position("sku")] == [11, 12, 10]
+    assert len(set(store.position("ts").tolist())) == 1

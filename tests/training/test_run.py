@@ -242,3 +242,37 @@ def test_warm_up_and_cosine_reach_dense_and_fused_rates_without_a_lag(store: Pat
     assert factors[9] == pytest.approx(0.55)
     assert factors[14] == pytest.approx(0.1)
     assert [group["lr"] for group in Holder.param_groups] == pytest.approx([0.1, 0.05])
+
+
+def test_a_folder_in_which_a_run_is_at_work_is_left_alone(store: Path, tmp_path: Path) -> None:
+    with open_world("cpu") as world:
+        job = build_job(read_config(config(store, tmp_path / "run", train={"num_epochs": 2})), world)
+        take, tried = job.collate, []
+
+        def again(*given: Any, **named: Any) -> Any:
+            if not tried:
+                with pytest.raises(ValueError, match="Another run is at work in this folder"):
+                    run_job(dataclasses.replace(job))
+                tried.append(True)
+            return take(*given, **named)
+
+        result = run_job(dataclasses.replace(job, collate=_Broken(take, again)))
+    assert tried
+    assert result.num_epochs == 2
+    assert not (tmp_path / "run.1").exists()
+
+
+def test_what_holds_nothing_to_learn_is_refused(tmp_path: Path) -> None:
+    write_store(tmp_path / "ones", history={"item": np.arange(1, 9)}, offsets=np.arange(9), label=np.arange(8) % 2, weight=np.zeros(8))
+    sections = config(tmp_path / "ones", tmp_path / "run")
+    with pytest.raises(ValueError, match=r"(?s)nothing to learn.*0 targets in 8 train samples"):
+        train(sections)
+    with pytest.raises(ValueError, match=r"(?s)nothing to learn.*weight above 0"):
+        train({**sections, "task": "conversion", "loss": {}, "data": {**sections["data"], "split": {"kind": "row"}}})
+
+
+def test_labels_other_than_0_and_1_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    write_store(tmp_path / "stars", history={"item": np.arange(1, 9)}, offsets=np.arange(9), label=np.arange(8) % 4)
+    sections = config(tmp_path / "stars", tmp_path / "run")
+    with pytest.raises(ValueError, match=r"(?s)neither 0 nor 1.*2\.0.*row 2"):
+        train({**sections, "task": "conversion", "loss": {}, "data": {**sections["data"], "split": {"kind": "row"}}})
