@@ -127,9 +127,13 @@ def _stats(words: list[str]) -> None:
     parser = _parser("stats")
     parser.add_argument("store", help="folder that `distrag prepare` wrote")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare it with the content hash first")
     args = parser.parse_args(words)
     from distrag.data.profile import stats
+    from distrag.data.store import open_store
 
+    if args.verify:
+        open_store(args.store, verify=True)
     stats(args.store, json=args.json)
 
 

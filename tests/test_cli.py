@@ -82,7 +82,7 @@ def test_from_a_parquet_file_to_evaluated_runs(tmp_path: Path) -> None:
     rows = [[f"film-{(user * 7 + i) % 23}" for i in range(user % 9)] for user in range(90)]
     pq.write_table(pa.table({"user_id": list(range(90)), "item_id": rows}), tmp_path / "histories.parquet")
     call("prepare", tmp_path / "histories.parquet", "--out", tmp_path / "store")
-    numbers = json.loads(call("stats", tmp_path / "store", "--json"))
+    numbers = json.loads(call("stats", tmp_path / "store", "--json", "--verify"))
     assert numbers
     (tmp_path / "c.yaml").write_text(
         yaml.safe_dump({"data": {"path": str(tmp_path / "store")}, "encoder": {"name": "gru"}, "train": {"num_epochs": 1}})
