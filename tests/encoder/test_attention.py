@@ -94,7 +94,7 @@ def test_an_empty_sequence_leaves_every_gradient_as_without_it() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_block_equals_one_made_of_torch_modules(causal: bool) -> None:
     torch.manual_seed(0)
-    block = Block(SASRecConfig(num_heads=2), 16, MAX_LEN, causal=causal, site=0).eval()
+    block = Block(SASRecConfig(num_heads=2, activation="relu"), 16, MAX_LEN, causal=causal, site=0).eval()
     for norm in (block.norm_attention, block.norm_ffn):
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
