@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -381,38 +380,3 @@ def test_parquet_to_store_to_arrays_gives_the_rows_back(tmp_path_factory: pytest
     prices = [mean if e[1] is None else e[1] for row in wanted for e in row]
     assert store.position("price").tolist() == pytest.approx(prices, rel=1e-5, abs=1e-5)
     assert store.position("time").tolist() == [e[2] for row in wanted for e in row]
-
-
-REAL = [
-    ("ml-100k", 943, 100_000, 1_682),
-    ("ml-1m", 6_040, 999_611, 3_416),
-    ("amazon-beauty-s3", 22_363, 198_502, 12_101),
-    ("amazon-sports-s3", 35_598, 296_337, 18_357),
-    ("lastfm-s3", 1_090, 52_551, 3_646),
-    ("amazon-beauty-bert4rec", 40_226, 353_962, 54_542),
-    ("amazon-grocery-rechorus-train", 14_681, 121_892, 8_687),
-    ("ebnerd-sample.history", 44, 8_303, 2_194),
-]
-
-
-@pytest.mark.parametrize(("name", "users", "interactions", "items"), REAL, ids=[r[0] for r in REAL])
-def test_real_data_sets_keep_every_interaction(
-    shared_data: Path, tmp_path: Path, name: str, users: int, interactions: int, items: int
-) -> None:
-    file = shared_data / f"{name}.parquet"
-    store = prepared(file, tmp_path / "out")
-    assert (store.num_samples, store.num_positions, store.schema.table("item_id").num_rows) == (users, interactions, items + 1)
-    table = pq.read_table(file, columns=["user_id", "item_id"])
-    words = np.concatenate([[-1], store.vocabulary("item_id").to_numpy()])
-    raw = words[store.position("item_id")]
-    assert store.key is not None
-    assert store.key.tolist() == table["user_id"].to_pylist()
-    assert raw.tolist() == table["item_id"].combine_chunks().flatten().to_pylist()
-
-
-@pytest.mark.parametrize(
-    "name", ["ebnerd-sample.impressions", "amazon-beauty-s3.items", "amazon-sports-s3.items", "lastfm-s3.items", "ml-1m.items"]
-)
-def test_other_real_files_can_be_prepared_too(shared_data: Path, tmp_path: Path, name: str) -> None:
-    store = prepared(shared_data / f"{name}.parquet", tmp_path / "out")
-    assert store.num_samples == pq.ParquetFile(shared_data / f"{name}.parquet").metadata.num_rows
