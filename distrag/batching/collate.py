@@ -166,15 +166,7 @@ class Collate:
             P, lengths[:, 0] = 0, self._fixed
         sizes = self._sizes(P, B, lengths, offsets, training)
         values = np.empty(sum(sizes), np.int64) if len(samples) else np.zeros(sum(sizes), np.int64)
-        at = 0
-        for key, size in zip(self._keys, sizes, strict=True):
-            out = values[at : at + size]
-            at += size
-            if key.part == "negative":
-                if size:
-                    self._draw(key, view, samples, step, epoch, out)
-            elif len(samples) and _fill(key, view, samples, starts, offsets, out) >= key.num_rows:
-                raise _outside(key, samples, lengths[self._keys.index(key)], out)
+        self._fill_all(view, samples, starts, offsets, lengths, sizes, step, epoch, values)
         numbers, context, labels, weights = self._floats(view, samples, starts, offsets, P)
         ids = KeyedJaggedTensor(
             keys=list(self.keys),
@@ -196,6 +188,20 @@ class Collate:
             global_count=global_count,
             num_tokens_global=num_tokens_global,
         )
+
+    def _fill_all(
+        self, view: View, samples: Ints, starts: Ints, offsets: Ints, lengths: Ints, sizes: list[int], step: int, epoch: int, values: Ints
+    ) -> None:
+        """Writes the ids of all keys one after the other into `values`; a dummy keeps its zeros, but draws what its step shares."""
+        at = 0
+        for k, (key, size) in enumerate(zip(self._keys, sizes, strict=True)):
+            out = values[at : at + size]
+            at += size
+            if key.part == "negative":
+                if size:
+                    self._draw(key, view, samples, step, epoch, out)
+            elif len(samples) and _fill(key, view, samples, starts, offsets, out) >= key.num_rows:
+                raise _outside(key, samples, lengths[k], out)
 
     def _sizes(self, P: int, B: int, lengths: Ints, offsets: Ints, training: bool) -> list[int]:
         sizes = [key.slope * P + key.fixed * B for key in self._keys]

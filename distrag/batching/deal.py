@@ -76,6 +76,15 @@ def _push(heap: Ints, size: int, load: Floats, rank: int) -> int:
 
 
 @compiled
+def _order_by_samples(heap: Ints, size: int, load: Floats, count: Ints, max_samples: int) -> None:
+    """Makes the samples that each rank of the heap has so far its load; `count` is what it may still take."""
+    for at in range(size):
+        load[heap[at]] = max_samples - count[heap[at]]
+    for at in range(size // 2 - 1, -1, -1):
+        _sink(heap, size, load, at)
+
+
+@compiled
 def deal_step(
     lengths: Ints,
     n: int,
@@ -108,10 +117,7 @@ def deal_step(
         price = cost[0] * length + cost[1] * length * length + cost[2]
         if price == 0.0 and not free:
             free = True
-            for at in range(size):
-                load[heap[at]] = max_samples - count[heap[at]]
-            for at in range(size // 2 - 1, -1, -1):
-                _sink(heap, size, load, at)
+            _order_by_samples(heap, size, load, count, max_samples)
         stashed = 0
         if length < blocked:
             # Ranks without room for this one wait behind the end of the heap for a shorter one.

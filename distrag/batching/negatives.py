@@ -95,6 +95,16 @@ def _free_below(items: Column, first: int, stop: int, below: Ints, spare: Ints) 
 
 
 @compiled
+def _note_starts(below: Ints, met: int, free: int, near: Ints) -> None:
+    """Writes where the search for a draw starts, by the six upper bits of the draw, int64 `[64]`; bisection would guess every branch."""
+    low = 0
+    for bits in range(64):
+        while low < met and below[low] < (bits * free) >> 6:
+            low += 1
+        near[bits] = low
+
+
+@compiled
 def position_negatives(
     items: Column,
     begin: Ints,
@@ -140,12 +150,7 @@ def position_negatives(
         free = num_rows - 1 - met
         if free <= 0:
             met, free = 0, num_rows - 1
-        # The six upper bits of a draw say where to start looking: a bisection would guess wrong at every second branch.
-        low = 0
-        for bits in range(64):
-            while low < met and below[low] < (bits * free) >> 6:
-                low += 1
-            near[bits] = low
+        _note_starts(below, met, free, near)
         of_sample = _chained(base, sample)
         for position in range(end[sample] - begin[sample]):
             key = _chained(of_sample, position)

@@ -31,17 +31,8 @@ def _spread(builder: Any, value: Any, vector: Any) -> Any:
     return builder.shuffle_vector(builder.insert_element(undefined, value, lane), undefined, zeros)
 
 
-def make_tile(rows: int, vectors: int, lanes: int = _LANES, *, add: bool = True) -> Callable[..., None]:
-    """Returns `tile(out, a, b, i, j)` for kernels: puts a @ b into `rows` rows from i and `vectors * lanes` columns from j of `out`.
-
-    The sum over k runs in order, one fused multiply-add after the other, so every size of tile gives the same bits.
-
-    Args:
-        rows: rows of `out` held at once.
-        vectors: vectors of columns held at once.
-        lanes: columns in a vector; 1 is for what is left at the right edge.
-        add: whether what `out` holds is added to.
-    """
+def _emitter(rows: int, vectors: int, lanes: int, add: bool) -> Callable[..., Any]:
+    """Returns what writes the LLVM code of one size of tile; the arguments are those of `make_tile`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = context.get_data_type(signature.args[0].dtype)
@@ -92,6 +83,23 @@ def make_tile(rows: int, vectors: int, lanes: int = _LANES, *, add: bool = True)
                 to = builder.bitcast(builder.gep(at[r], [number(v * lanes * size)]), vector.as_pointer())
                 builder.store(sums[r][v], to, align=size)
         return context.get_dummy_value()
+
+    return emit
+
+
+def make_tile(rows: int, vectors: int, lanes: int = _LANES, *, add: bool = True) -> Callable[..., None]:
+    """Returns `tile(out, a, b, i, j)` for kernels: puts a @ b into `rows` rows from i and `vectors * lanes` columns from j of `out`.
+
+    The sum over k runs in order, one fused multiply-add after the other, so every size of tile gives the same bits.
+
+    Args:
+        rows: rows of `out` held at once.
+        vectors: vectors of columns held at once.
+        lanes: columns in a vector; 1 is for what is left at the right edge.
+        add: whether what `out` holds is added to.
+    """
+
+    emit = _emitter(rows, vectors, lanes, add)
 
     def tile(context: Any, out: Any, a: Any, b: Any, i: Any, j: Any) -> Any:
         return types.void(out, a, b, types.intp, types.intp), emit

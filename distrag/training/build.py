@@ -52,6 +52,11 @@ class Job:
     cost: tuple[float, float, float]
     normalize: bool
 
+    @property
+    def prefetch(self) -> int:
+        """Batches that loaders build ahead; none in debug mode, which has no threads."""
+        return 0 if self.config.debug else self.config.batching.prefetch
+
 
 def agreed(world: World, build: Callable[[], _T]) -> _T:
     """Returns what `build` gives; when it fails on any rank, every rank raises instead of waiting for that one."""

@@ -19,7 +19,7 @@ from distrag.training.inputs import is_read
 
 SCHEMA = "schema.yaml"
 VOCABULARIES = "vocabularies.yaml"
-_TODO = "evaluate on the run's own store, or on one prepared with the same vocabularies and normalisation"
+_REMEDY = "evaluate on the run's own store, or on one prepared with the same vocabularies and normalisation"
 _MEANING = ("kind", "table", "transform", "mean", "std", "gap")
 """Fields of a feature that change what the model is given; counts and dtypes do not."""
 
@@ -98,7 +98,7 @@ def _check_feature(name: str, ours: tuple[Feature, ...], theirs: tuple[Feature, 
     if got is None or differ:
         told = [", ".join(f"{field} {getattr(f, field)}" for field in differ) if f else "no such feature" for f in (got, wanted)]
         raise problem(
-            "The store's features are not those of the run", got=told[0], wanted=told[1] or name, where=f"{path}, {name!r}", todo=_TODO
+            "The store's features are not those of the run", got=told[0], wanted=told[1] or name, where=f"{path}, {name!r}", todo=_REMEDY
         )
 
 
@@ -120,4 +120,4 @@ def _check_tables(schema: Schema, store: Store, read: set[str], run_dir: Path) -
 
 
 def _refuse(table: str, got: str, wanted: str, path: Path) -> None:
-    raise problem("The store's tables are not those of the run", got=got, wanted=wanted, where=f"{path}, table {table!r}", todo=_TODO)
+    raise problem("The store's tables are not those of the run", got=got, wanted=wanted, where=f"{path}, table {table!r}", todo=_REMEDY)

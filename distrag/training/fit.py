@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distrag.batch import RaggedBatch
-from distrag.batching.loader import Loader
+from distrag.batching.loader import Loader, padding_share
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.checkpoint import save_checkpoint
 from distrag.problem import problem
@@ -29,6 +29,7 @@ class Fit:
 
     Args:
         job: everything before the first step.
+        sampler: its planned epochs, from `build_sampler`.
         writer: where numbers go.
         checkpoint: folder of the best state.
         num_steps: stop after as many steps; otherwise after the config's max_steps or num_epochs.
@@ -46,6 +47,7 @@ class Fit:
     def __init__(
         self,
         job: Job,
+        sampler: TokenBudgetSampler,
         writer: MetricsWriter,
         checkpoint: Path,
         *,
@@ -53,15 +55,8 @@ class Fit:
         schedule_steps: int = 0,
         selects: bool = True,
     ) -> None:
-        self.job, self.config, self.world, self.writer, self.checkpoint, self.selects = (
-            job,
-            job.config,
-            job.world,
-            writer,
-            checkpoint,
-            selects,
-        )
-        self.sampler = build_sampler(job)
+        self.job, self.config, self.world = job, job.config, job.world
+        self.sampler, self.writer, self.checkpoint, self.selects = sampler, writer, checkpoint, selects
         self.num_steps = num_steps or count_steps(job, self.sampler)
         # Epochs differ by a step or two, so whole epochs are counted as such; num_steps is then what schedule and progress go by.
         self.max_steps, self.max_epochs = (num_steps, 0) if num_steps else (self.config.train.max_steps, self.config.train.num_epochs)
@@ -85,8 +80,8 @@ class Fit:
 
     def _run_epoch(self) -> None:
         self.sampler.set_epoch(self.epoch)
-        prefetch = 0 if self.config.debug else self.config.batching.prefetch
-        loader = Loader(self.job.collate, self.job.views["train"], self.sampler, device=self.world.device, prefetch=prefetch)
+        train = self.job.views["train"]
+        loader = Loader(self.job.collate, train, self.sampler, device=self.world.device, prefetch=self.job.prefetch)
         self.job.parallel.model.train()
         clock = _Clock(loader, self.world.device)
         every = self.config.train.eval_every
@@ -130,7 +125,7 @@ class Fit:
             "samples": len(lengths),
             "tokens_per_s": clock.tokens_per_s(),
             "imbalance": plan.imbalance(batch.step),
-            "padded_batch_padding_share": 1.0 - int(lengths.sum()) / max(1, len(lengths) * int(lengths.max(initial=0))),
+            "padded_batch_padding_share": padding_share(lengths),
             "data_wait_share": clock.wait_share(),
             "grad_norm": float(result.grad_norm),
             "lr": self.config.optim.lr * factor,

@@ -48,7 +48,7 @@ def _rank(job: Job, part: str) -> Metrics:
     held_out = HeldOut.of(view, job.store.position(inputs.target))
     evaluator = RankingEvaluator(world, _catalogue(job), held_out, job.config.train.eval_ks)
     sampler = _sampler(job, part)
-    for batch in Loader(job.collate, view, sampler, device=world.device, prefetch=job.config.batching.prefetch, training=False):
+    for batch in Loader(job.collate, view, sampler, device=world.device, prefetch=job.prefetch, training=False):
         queries = job.parallel.plain.query(batch)[batch.samples >= 0]
         evaluator.add(queries, [sampler.plan.samples(batch.step, rank) for rank in range(world.size)])
     return dict(evaluator.result())
@@ -68,9 +68,7 @@ def _classify(job: Job, part: str) -> Metrics:
     evaluator = BinaryEvaluator(job.world)
     groups = job.store.key
     view = job.views[part]
-    for batch in Loader(
-        job.collate, view, _sampler(job, part), device=job.world.device, prefetch=job.config.batching.prefetch, training=False
-    ):
+    for batch in Loader(job.collate, view, _sampler(job, part), device=job.world.device, prefetch=job.prefetch, training=False):
         owner = None if groups is None else torch.from_numpy(groups[view.rows[batch.samples.cpu().numpy()]].astype(np.int64))
         evaluator.add(batch.samples, job.parallel.plain.predict(batch), batch.labels, batch.weights, owner)
     return dict(evaluator.result())

@@ -71,14 +71,15 @@ def train(config: RunConfig | Mapping[str, Any] | Sequence[str]) -> RunResult:
 def run_job(job: Job) -> RunResult:
     """Trains a job, refits it where asked, tests it once and writes the result. A collective: every rank calls it."""
     started, folder = time.perf_counter(), Path(job.config.train.run_dir)
-    num_steps = count_steps(job, build_sampler(job))
+    sampler = build_sampler(job)
+    num_steps = count_steps(job, sampler)
     _check_targets(job)
     note, held = job.world.on_first(lambda: _open(job, folder)) or ("", None)
     tensorboard = job.config.train.tensorboard
     writer = job.world.on_first(lambda: MetricsWriter(folder, active=True, tensorboard=tensorboard, num_steps=num_steps))
     writer = writer or MetricsWriter(folder, active=False, tensorboard=False, num_steps=num_steps)
     try:
-        fit = Fit(job, writer, folder / "checkpoints" / "best")
+        fit = Fit(job, sampler, writer, folder / "checkpoints" / "best")
         _describe(fit, note)
         fit.run()
         last = _refit(fit, folder) if job.config.train.refit else fit
@@ -105,10 +106,12 @@ def run_job(job: Job) -> RunResult:
 def _refit(fit: Fit, folder: Path) -> Fit:
     """Returns a fresh fit on train and valid together, for as many epochs as the best step took, under the same schedule."""
     job = build_job(fit.config, fit.world, fold_valid=True)
-    longer = len(build_sampler(job)) / len(fit.sampler)
+    sampler = build_sampler(job)
+    longer = len(sampler) / len(fit.sampler)
     steps = max(1, round(fit.best_step * longer))
     again = Fit(
         job,
+        sampler,
         fit.writer,
         folder / "checkpoints" / "refit",
         num_steps=steps,
