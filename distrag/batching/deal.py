@@ -102,8 +102,8 @@ def deal_step(
 ) -> int:
     """Writes the rank of each of a step's samples into `ranks[:n]`, -1 where none had room; returns how many that were.
 
-    From the dearest sample to the cheapest, each goes to the least loaded rank that has room for it (LPT). Samples that cost nothing go
-    to the rank with the fewest samples. `first_rank` turns the order of equal ranks, so that no rank gets the longest of every step.
+    Dearest first, each goes to the least loaded rank with room (LPT); what costs nothing to the one with fewest samples. `first_rank` turns
+    the order of equal ranks.
     """
     world_size = len(heap)
     sort_falling(lengths, n, index, spare)
@@ -118,9 +118,8 @@ def deal_step(
         if price == 0.0 and not free:
             free = True
             _order_by_samples(heap, size, load, count, max_samples)
-        stashed = 0
+        stashed = 0  # ranks without room for this one wait for a shorter one
         if length < blocked:
-            # Ranks without room for this one wait behind the end of the heap for a shorter one.
             while size > 0 and room[heap[0]] < length:
                 rank = heap[0]
                 size -= 1
