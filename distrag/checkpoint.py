@@ -182,18 +182,17 @@ def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None = None
         ValueError: there is no whole checkpoint.
     """
     found = find_checkpoint(path)
-    if optimizer is not None:
-        # A fresh optimizer has no state to load into. Making it takes a real step, which may move weights: they are loaded after.
-        for _name, part in optimizer.optimizers:
-            part.init_state()
-    state = _state(parallel, optimizer)
-    if generators_of is not None:
-        state["random"] = _random_state(generators_of)
     with _quiet():
+        # A fresh optimizer has no state to load into. Making it takes a real step, which may move weights: they are loaded after.
+        for _name, part in optimizer.optimizers if optimizer is not None else ():
+            part.init_state()
+        state = _state(parallel, optimizer)
+        if generators_of is not None:
+            state["random"] = _random_state(generators_of)
         load(state, checkpoint_id=str(found))
-    parallel.model.load_state_dict(state["model"])
-    if optimizer is not None:
-        optimizer.load_state_dict(_with_empty(state["optim"], optimizer.state_dict()))
+        parallel.model.load_state_dict(state["model"])
+        if optimizer is not None:
+            optimizer.load_state_dict(_with_empty(state["optim"], optimizer.state_dict()))
     if generators_of is not None:
         _set_random_state(state["random"][f"rank-{generators_of.rank}"], generators_of)
     return read_extra(found)

@@ -288,16 +288,17 @@ class Fit:
             self.max_steps = self.num_steps
 
     def _settle(self) -> None:
-        """Runs a step of no sample forward and back, before the state is loaded.
+        """Runs steps of no sample forward and back, before the state is loaded.
 
-        DDP deals gradients into its final buckets after the first backward, and the order in which three or more ranks are summed goes by
-        the place in a bucket: the first step of a resumed run shall find the buckets of the run that was cut.
+        DDP keeps its first buckets for two steps and deals gradients into the final ones in the third. The order in which three or more
+        ranks are summed goes by the place in a bucket, so a resumed run has to find those of the run that was cut.
         """
-        batch = self.job.collate(self.job.views["train"], np.zeros(0, np.int64)).to(self.world.device)
         self.job.parallel.model.train()
-        loss, _ = self.job.parallel.model(batch)
-        loss.backward()
-        self.optimizer.zero_grad()
+        batch = self.job.collate(self.job.views["train"], np.zeros(0, np.int64)).to(self.world.device)
+        for _ in range(min(2, self.step)):
+            loss, _ = self.job.parallel.model(batch)
+            loss.backward()
+            self.optimizer.zero_grad()
 
     def _is_done(self) -> bool:
         return self._gave_up() or 0 < self.max_steps <= self.step or 0 < self.max_epochs <= self.epoch
