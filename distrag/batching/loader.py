@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from distrag.batch import RaggedBatch
-from distrag.batching.sampler import StepSamples
+from distrag.batching.sampler import StepSamples, at_epoch
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -74,7 +74,6 @@ class Loader:
         self.collate, self.view, self.sampler = collate, view, sampler
         self.device, self.prefetch, self.training = torch.device(device), prefetch, training
         self.wait_s = 0.0
-        self._counts = collate.counts(view)
 
     def __len__(self) -> int:
         """Steps that iterating yields."""
@@ -104,16 +103,16 @@ class Loader:
         return StepFacts(plan.rank_tokens(step), plan.rank_samples(step), plan.imbalance(step), padding_share(lengths))
 
     def _build_host(self, plan: EpochPlan, start: int) -> Generator[Any, None, None]:
-        rank, epoch = self.sampler.rank, plan.epoch
-        counts, tokens = plan.step_sums(self._counts), plan.step_sums(self.sampler.lengths)
+        rank, view = self.sampler.rank, at_epoch(self.view, plan.epoch)
+        counts = self.collate.counts(view)
         for step in range(start, plan.num_steps):
             yield self.collate(
-                self.view,
+                view,
                 plan.samples(step, rank),
                 step=step,
-                epoch=epoch,
-                global_count=float(counts[step]),
-                num_tokens_global=int(tokens[step]),
+                epoch=plan.epoch,
+                global_count=plan.step_sum(step, counts),
+                num_tokens_global=plan.step_tokens(step),
                 training=self.training,
             )
 
