@@ -320,11 +320,11 @@ def build_sampler(job: Job) -> TokenBudgetSampler:
     Raises:
         ValueError: a budget that does not fit the histories; the same on every rank.
     """
-    batching, lengths = job.config.batching, job.views["train"].lengths
+    batching = job.config.batching
     return agreed(
         job.world,
         lambda: TokenBudgetSampler(
-            lengths,
+            job.views["train"],
             max_tokens=None if batching.global_tokens else batching.max_tokens,
             global_tokens=batching.global_tokens,
             max_samples=batching.max_samples,
@@ -333,6 +333,7 @@ def build_sampler(job: Job) -> TokenBudgetSampler:
             rank=job.world.rank,
             seed=job.config.train.seed,
             cost=job.cost,
+            content_hash=job.store.content_hash,
         ),
     )
 
