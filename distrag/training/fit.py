@@ -23,7 +23,7 @@ from distrag.training.metrics import MetricsWriter, SampleLog
 from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.resume import describe_run, last_of, limits_of
 from distrag.training.step import StepResult, check_count, train_step
-from distrag.training.timing import Clock, RankTimes, StepWatch, by_rank
+from distrag.training.timing import Clock, RankTimes, StepWatch, Tally, by_rank
 
 LOWER_IS_BETTER = ("log_loss", "ne")
 _HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at", "losses")
@@ -85,7 +85,7 @@ class Fit:
             schedule_steps = round(self.total_epochs * self.epoch_steps * self._stretch)
         self.optimizer = build_optimizer(job.parallel, self.config.optim, self.config.tables)
         self.schedule = Schedule(self.optimizer, self.config.optim, schedule_steps)
-        self.watch = StepWatch(job.parallel.plain.tables, self.world.device)
+        self.watch, self.tally = StepWatch(job.parallel.plain.tables, self.world.device), Tally()
         self.metric = choose_metric(job)
         self.step = self.epoch = self.num_epochs = self.misses = 0
         self.best_step: int = 0
@@ -111,6 +111,8 @@ class Fit:
         if not self.selects:
             keep_checkpoint(self.last, self.kept, self.world)
         self.watch.close()
+        if self.tally.line():
+            self.writer.say(self.tally.line())
 
     def _run_epoch(self) -> None:
         self.sampler.set_epoch(self.epoch)
@@ -200,6 +202,7 @@ class Fit:
             "rank_cost": by_rank(costs / costs.mean() if costs.any() else np.ones_like(costs)),
             **times.line(),
         }
+        self.tally.add(times, values["imbalance"])
         self.writer.write(self.phase, self.step, values)
         self.writer.show(self.step, "  ".join([f"loss {loss:.4f}  {values['tokens_per_s']:,.0f} tokens/s", times.remark()]).rstrip())
 

@@ -87,8 +87,7 @@ def run_job(job: Job) -> RunResult:
     log = _open_log(job, folder)
     try:
         fit = Fit(job, sampler, log.writer, folder, samples=log.samples, seconds=lambda: before_s + time.perf_counter() - started)
-        _describe(fit, note)
-        result = _finish(fit, _train(fit, folder, state), folder)
+        result = _finish(fit, _train(fit, folder, state, note), folder)
         world.on_first(lambda: write_whole(folder / "result.json", json.dumps(_summary(job, result), indent=1) + "\n"))
     finally:
         log.close()
@@ -155,22 +154,24 @@ def _find_state(job: Job, folder: Path) -> dict[str, Any] | None:
     return state
 
 
-def _train(fit: Fit, folder: Path, state: dict[str, Any] | None) -> Fit:
+def _train(fit: Fit, folder: Path, state: dict[str, Any] | None, note: str) -> Fit:
     """Trains the fit, and the refit where asked, from the start or from `state`; returns the last of them."""
-    if state is not None and state["phase"] == "refit":
-        fit.hold(state["before"])
-    else:
+    of_refit = state if state is not None and state["phase"] == "refit" else None
+    if of_refit is not None:
+        fit.hold(of_refit["before"])
+    elif state is not None:
+        fit.resume(state)
+    _describe(fit, note)
+    if of_refit is None:
         if state is not None:
-            _resume(fit, state)
+            _tell(fit)
         fit.run()
-        state = None
-    return _refit(fit, folder, state) if fit.config.train.refit else fit
+    return _refit(fit, folder, of_refit) if fit.config.train.refit else fit
 
 
-def _resume(fit: Fit, state: dict[str, Any]) -> None:
-    fit.resume(state)
+def _tell(fit: Fit) -> None:
     fit.writer.write("resume", fit.step, {"phase": fit.phase, "epoch": fit.epoch, "world_size": fit.world.size})
-    fit.writer.say(f"resumed {fit.phase} after step {fit.step}, {fit.num_steps} in all")
+    fit.writer.say(f"resumed ({fit.phase}) after step {fit.step} of {fit.num_steps}, in epoch {fit.epoch}")
 
 
 def _refit(fit: Fit, folder: Path, state: dict[str, Any] | None) -> Fit:
@@ -179,7 +180,8 @@ def _refit(fit: Fit, folder: Path, state: dict[str, Any] | None) -> Fit:
     again = Fit(job, build_sampler(job), fit.writer, folder, refit_of=fit, samples=fit.samples, seconds=fit.seconds)
     fit.writer.say(f"refit on train and valid together: {again.num_steps} steps")
     if state is not None:
-        _resume(again, state)
+        again.resume(state)
+        _tell(again)
     again.run()
     return again
 
@@ -204,17 +206,17 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[str, Te
     check_run_dir(folder)
     _check_free(folder)
     note = ""
-    if state is not None:
-        drop_beyond(folder, state)
-    elif (folder / "metrics.jsonl").exists():
+    if state is None and (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         folder.rename(folder.with_name(f"{folder.name}.{number}"))
         note = f"an earlier run was moved to {folder}.{number}"
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.yaml", yaml.safe_dump(to_dict(job.config), sort_keys=False))
-    write_contract(job.store, folder)
     held = (folder / _LOCK).open("w")
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if state is not None:
+        drop_beyond(folder, state)
+    write_whole(folder / "config.yaml", yaml.safe_dump(to_dict(job.config), sort_keys=False))
+    write_contract(job.store, folder)
     return note, held
 
 
@@ -241,7 +243,7 @@ def _describe(fit: Fit, note: str) -> None:
         say(note)
     sizes = ", ".join(f"{name} {len(view):,}" for name, view in job.views.items())
     say(f"{job.world.size} rank(s) on {job.world.device.type}; samples: {sizes}; cut to max_len: {job.views['train'].num_cut:,} events")
-    say(f"{plan.num_steps} steps an epoch, {fit.num_steps} in all; planned imbalance {plan.imbalances(64).mean():.4f} (max/mean cost)")
+    say(f"{fit.epoch_steps} steps an epoch, {fit.num_steps} in all; planned imbalance {plan.imbalances(64).mean():.4f} (max/mean cost)")
     if not len(job.views["valid"]):
         say("valid has no samples: nothing selects the best step, and the last one is tested")
     for placement in job.placements:

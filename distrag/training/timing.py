@@ -153,6 +153,37 @@ class RankTimes:
         return f"rank {self.slowest} is slowest, {share:.2f}x the mean{why}"
 
 
+class Tally:
+    """Planned beside measured, over all lines of metrics that this process wrote."""
+
+    def __init__(self) -> None:
+        self._parts: list[RankTimes] = []
+        self._planned: list[float] = []
+
+    def add(self, times: RankTimes, planned: float) -> None:
+        """Adds the steps of one line.
+
+        Args:
+            times: of every rank.
+            planned: imbalance of the step that the line is of.
+        """
+        self._parts.append(RankTimes(*(np.stack([part.max(0), part.mean(0)]) for part in (times.own, times.exchange, times.wait))))
+        self._planned.append(planned)
+
+    def line(self) -> str:
+        """Returns a line to read; '' before the first step."""
+        if not self._parts:
+            return ""
+        (own_max, own), (_, exchange), (_, wait) = (
+            np.concatenate([getattr(part, name) for part in self._parts], 1).sum(1) for name in ("own", "exchange", "wait")
+        )
+        whole = max(1e-12, own + exchange + wait)
+        return (
+            f"imbalance of the ranks planned {np.mean(self._planned):.4f} (cost), measured {own_max / max(1e-12, own):.4f} (own seconds); "
+            f"of a step {own / whole:.1%} own, {exchange / whole:.1%} exchange and waiting for ranks, {wait / whole:.1%} waiting for data"
+        )
+
+
 def imbalance(seconds: Floats) -> float:
     """Returns what the slowest rank of each step costs: the sum over steps of the largest over the sum of the mean; 1 is perfect.
 
