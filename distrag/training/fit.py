@@ -209,7 +209,7 @@ class Fit:
     def _evaluate(self) -> None:
         self.evaluated_at = self.step
         valid = evaluate_view(self.job, "valid")
-        self.writer.write("valid", self.step, {"epoch": self.epoch, **valid})
+        self.writer.write("valid", self.step, {"epoch": int(self._epochs_done()), **valid})
         score = valid[self.metric]
         better = score is not None and (self.best is None or (score < self.best if self.metric in LOWER_IS_BETTER else score > self.best))
         self.misses = 0 if better else self.misses + 1

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrag.config import read_config
 from distrag.training.build import build_job
@@ -61,7 +62,7 @@ def test_the_rank_that_is_slow_is_named_and_the_one_that_waits_for_it_is_not(
             elif where == "backward":
                 job.parallel.plain.encoder.register_full_backward_hook(nap)
             elif where == "optimizer":
-                torch.optim.optimizer.register_optimizer_step_pre_hook(nap)
+                register_optimizer_step_pre_hook(nap)
             else:
                 job = dataclasses.replace(job, collate=_Napping(job.collate))
         run_job(job)
@@ -72,7 +73,9 @@ def test_the_rank_that_is_slow_is_named_and_the_one_that_waits_for_it_is_not(
     for line in lines[1:]:  # what a first step compiles is not of interest here
         assert line["slowest_rank"] == 1
         slow = line["rank_wait_s" if where == "collate" else "rank_step_s"]
-        assert slow[1] > 0.8 * NAP_S > slow[0]
+        # Half of the naps of a loader that reads ahead fall into the time of a step.
+        assert slow[1] > (0.3 if where == "collate" else 0.9) * NAP_S
+        assert slow[0] < slow[1] / 2
         assert line["rank_exchange_s"][0] > line["rank_exchange_s"][1], "the fast rank waits for the slow one"
         if where != "collate":
             assert line["measured_imbalance"] > 1.3
