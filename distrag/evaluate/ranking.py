@@ -27,7 +27,7 @@ class HeldOut:
         targets: int64 `[N]`, item rows; 0 = unknown, -1 = the sample has no target.
         items: `[num_positions]`, the store's item rows, any integer type.
         first: int64 `[N]`.
-        end: int64 `[N]`; `items[first:end]` are the seen items, the whole row, not the truncated history.
+        end: int64 `[N]`; `items[first:end]` are the seen items, all before the target, not the truncated history alone.
     """
 
     targets: Ints
@@ -41,7 +41,7 @@ class HeldOut:
         targets = np.full(len(view.next), -1, np.int64)
         held = view.next >= 0
         targets[held] = items[view.next[held]]
-        return cls(targets, items, view.first, view.end)
+        return cls(targets, items, view.first, view.seen_end)
 
     def take_seen(self, samples: Ints) -> tuple[Ints, Ints]:
         """Returns seen item rows int64 `[S]` of some samples, flat, and their offsets int64 `[len(samples)+1]`."""
