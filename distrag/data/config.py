@@ -13,7 +13,8 @@ class DataConfig:
     """What is read, and how much of each history.
 
     Args:
-        path: folder of a store written by `distrag prepare`.
+        path: folder of a store written by `distrag prepare`, or the address of one, such as s3://bucket/store.
+        cache: folder on a disk of this machine where a store is staged; otherwise data/cache for an address, and no copy of a folder.
         max_len: longest history; the newest events are kept and what is cut is counted.
         split: how samples are divided into train, valid and test.
         history: per-position features the model sees, in this order; otherwise all.
@@ -23,6 +24,7 @@ class DataConfig:
     """
 
     path: str = ""
+    cache: str | None = None
     max_len: int = 200
     split: SplitConfig = field(default_factory=SplitConfig)
     history: list[str] | None = None

@@ -160,15 +160,14 @@ class Stage:
     def _copy(self, blocks: NDArray[np.int64], marks: NDArray[np.uint8]) -> None:
         """Writes blocks that are right and marks them; what is wrong is asked for once more, and refused when it stays so."""
         found = self._read(blocks.tolist())
-        wrong = [block for block, content in found.items() if self._fault(block, content)]
+        wrong = [block for block in found if self._fault(block, found[block])]
         if wrong:
             self.remote.forget()
             found |= self._read(wrong)
+        for fault in filter(None, (self._fault(block, found[block]) for block in wrong)):
+            raise fault
         files: dict[str, list[int]] = {}
-        for block, content in found.items():
-            fault = self._fault(block, content)
-            if fault is not None:
-                raise fault
+        for block in found:
             files.setdefault(self._blocks.place(block)[0], []).append(block)
         for name, its in files.items():
             with (self.folder / name).open("r+b") as file:

@@ -45,7 +45,8 @@ def _sampler(job: Job, part: str) -> TokenBudgetSampler:
 
 def _rank(job: Job, part: str) -> Metrics:
     view, world, inputs = job.views[part], job.world, job.inputs
-    held_out = HeldOut.of(view, job.store.position(inputs.target))
+    own = None if job.place is None else job.place.owns(view)
+    held_out = HeldOut.of(view, job.store.position(inputs.target), own)
     evaluator = RankingEvaluator(world, _catalogue(job), held_out, job.config.train.eval_ks)
     sampler = _sampler(job, part)
     for batch in Loader(job.collate, view, sampler, device=world.device, prefetch=job.prefetch, training=False):
