@@ -37,6 +37,7 @@ Negatives = Literal["none", "per_position", "shared"]
 Part = Literal["history", "gap", "next", "negative", "context"]
 
 _NO_SAMPLES = np.zeros(0, np.int64)
+_VIEWS = 4  # train, valid, test, and one that an epoch has drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +241,10 @@ class Collate:
         return torch.from_numpy(numbers), torch.from_numpy(context), torch.from_numpy(labels), torch.from_numpy(weights)
 
     def counts(self, view: View) -> Floats:
-        """Returns what each sample adds to the count its loss is divided by, float64 `[n]`; see `view_counts`. Kept for each view."""
+        """Returns what each sample adds to the count its loss is divided by, float64 `[n]`; see `view_counts`. The last few are kept."""
         if id(view) not in self._counted:
+            while len(self._counted) >= _VIEWS:
+                self._counted.pop(next(iter(self._counted)))
             self._counted[id(view)] = view, self.count(view)  # the view is kept too, or another could get its id
         return self._counted[id(view)][1]
 

@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from distrag.batch import RaggedBatch
-from distrag.batching.sampler import StepSamples
+from distrag.batching.sampler import StepSamples, at_epoch
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from distrag.batching.collate import Collate
-    from distrag.batching.compiled import Ints
+    from distrag.batching.compiled import Floats, Ints
     from distrag.batching.plan import EpochPlan
     from distrag.batching.sampler import TokenBudgetSampler
     from distrag.data.split import View
@@ -74,15 +74,17 @@ class Loader:
         self.collate, self.view, self.sampler = collate, view, sampler
         self.device, self.prefetch, self.training = torch.device(device), prefetch, training
         self.wait_s = 0.0
-        self._counts = collate.counts(view)
 
     def __len__(self) -> int:
         """Steps that iterating yields."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[RaggedBatch]:
-        # The plan is taken here and not in the thread, so that a later `set_epoch` cannot reach into this epoch.
-        build = self._build_host(self.sampler.plan, self.sampler.start)
+        # The plan is taken here and not in the thread, so that a later `set_epoch` cannot reach into this epoch. So are the counts: ranks
+        # that cannot read all samples exchange them, which must not meet the collectives of a step.
+        plan = self.sampler.plan
+        view = at_epoch(self.view, plan.epoch)
+        build = self._build_host(plan, self.sampler.start, view, self.collate.counts(view))
         if self.device.type == "cuda":
             build = self._build_cuda(build)
         batches = build if self.prefetch == 0 else _ahead(build, self.prefetch)
@@ -103,17 +105,16 @@ class Loader:
         lengths = self.sampler.lengths[plan.samples(step, self.sampler.rank)]
         return StepFacts(plan.rank_tokens(step), plan.rank_samples(step), plan.imbalance(step), padding_share(lengths))
 
-    def _build_host(self, plan: EpochPlan, start: int) -> Generator[Any, None, None]:
-        rank, epoch = self.sampler.rank, plan.epoch
-        counts, tokens = plan.step_sums(self._counts), plan.step_sums(self.sampler.lengths)
+    def _build_host(self, plan: EpochPlan, start: int, view: View, counts: Floats) -> Generator[Any, None, None]:
+        rank = self.sampler.rank
         for step in range(start, plan.num_steps):
             yield self.collate(
-                self.view,
+                view,
                 plan.samples(step, rank),
                 step=step,
-                epoch=epoch,
-                global_count=float(counts[step]),
-                num_tokens_global=int(tokens[step]),
+                epoch=plan.epoch,
+                global_count=plan.step_sum(step, counts),
+                num_tokens_global=plan.step_tokens(step),
                 training=self.training,
             )
 

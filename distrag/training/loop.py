@@ -178,7 +178,7 @@ def _describe(fit: Fit, note: str) -> None:
         say(note)
     sizes = ", ".join(f"{name} {len(view):,}" for name, view in job.views.items())
     say(f"{job.world.size} rank(s) on {job.world.device.type}; samples: {sizes}; cut to max_len: {job.views['train'].num_cut:,} events")
-    say(f"{plan.num_steps} steps an epoch, {fit.num_steps} in all; planned imbalance {plan.imbalances().mean():.4f} (max/mean cost)")
+    say(f"{plan.num_steps} steps an epoch, {fit.num_steps} in all; planned imbalance {plan.imbalances(64).mean():.4f} (max/mean cost)")
     if not len(job.views["valid"]):
         say("valid has no samples: nothing selects the best step, and the last one is tested")
     for placement in job.placements:
