@@ -12,7 +12,7 @@ from distrag.batching.deal import NO_CAP
 from distrag.batching.pool import Rules, plan_pool
 from distrag.batching.rows import shuffle as shuffle_in_place
 from distrag.batching.rows import shuffle_two
-from distrag.batching.survey import NUM_CLASSES, add_up, class_table, fullest_bin, gather_pool, look, tokens_by_class
+from distrag.batching.survey import add_up, class_table, fullest_bin, gather_pool, look, tokens_by_class
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -68,12 +68,6 @@ class Layout:
         if self._block > 1 and state:
             state = shuffle_two(samples, sizes, state)
         return samples, sizes, np.uint64(state)
-
-    def tokens_by_class(self, lengths: Ints, pool: int, table: Ints) -> tuple[Ints, int]:
-        """Returns the tokens of a pool by length class, int64 `[NUM_CLASSES]`, and how many samples it has."""
-        tokens = np.empty(NUM_CLASSES, np.int64)
-        first, last = int(self._blocks[pool]), int(self._blocks[pool + 1])
-        return tokens, int(tokens_by_class(lengths, self._order, first, last, self._block, table, tokens))
 
 
 class _Need(NamedTuple):
@@ -142,8 +136,7 @@ def build_layout(lengths: Ints, rules: Rules, seed: int, epoch: int, *, shuffle:
         layout = _cut(layout, need, sums, n, slack, pool_samples)
         if shuffle:
             layout = replace(layout, _states=random.integers(1, 2**64, layout.num_pools, dtype=np.uint64))
-        classes = class_table(need.longest)
-        if all(_is_proven(lengths, layout, pool, need, *classes) for pool in range(layout.num_pools)):
+        if _is_proven(lengths, layout, need):
             return layout
     if n <= 2 * pool_samples and shuffle:
         layout = replace(layout, _states=random.integers(1, 2**64, 1, dtype=np.uint64))
@@ -174,24 +167,26 @@ def _cut(layout: Layout, need: _Need, sums: Ints, num_samples: int, slack: float
     return replace(layout, _blocks=blocks, _steps=ends, _states=np.zeros(pools, np.uint64))
 
 
-def _is_proven(lengths: Ints, layout: Layout, pool: int, need: _Need, table: Ints, top: Ints) -> bool:
-    """Returns whether a pool is sure to fit its steps, from the lengths it holds and not from a plan of it."""
+def _is_proven(lengths: Ints, layout: Layout, need: _Need) -> bool:
+    """Returns whether every pool is sure to fit its steps, from the lengths it holds and not from a plan of it."""
     rules, (bins, cap_tokens, cap_samples) = need.rules, need.caps
     if rules.whole_steps and (
         rules.step_tokens // rules.world_size + need.longest > rules.rank_tokens
         or -(-rules.step_samples // rules.world_size) > rules.rank_samples
     ):
         return False
-    tokens, samples = layout.tokens_by_class(lengths, pool, table)
-    steps, total = layout.steps_of(pool), int(tokens.sum())
-    num_bins = steps * bins
-    if samples < num_bins:
-        return False
-    # By rows no bin holds more than the mean and two of the longest, and all hold equally many.
-    rows = math.ceil(math.ceil(samples / bins) / steps)
-    if rules.bucket_steps == 1 and total // num_bins + 2 * need.longest < cap_tokens and rows <= cap_samples:
-        return True
-    return cap_samples >= cap_tokens and samples <= num_bins * cap_samples and fullest_bin(tokens, top, num_bins) <= cap_tokens
+    table, top = class_table(need.longest)
+    tokens, samples = np.empty((layout.num_pools, len(top)), np.int64), np.empty(layout.num_pools, np.int64)
+    tokens_by_class(lengths, layout._order, layout._blocks, layout._block, table, tokens, samples)
+    for pool in range(layout.num_pools):
+        steps, num_samples, num_tokens = layout.steps_of(pool), int(samples[pool]), int(tokens[pool].sum())
+        # By rows no bin holds more than the mean and two of the longest, and all hold equally many.
+        rows = math.ceil(math.ceil(num_samples / bins) / steps)
+        by_rows = rules.bucket_steps == 1 and num_tokens // (steps * bins) + 2 * need.longest < cap_tokens and rows <= cap_samples
+        packed = cap_samples >= cap_tokens and num_samples <= steps * bins * cap_samples
+        if num_samples < steps * bins or not (by_rows or (packed and fullest_bin(tokens[pool], top, steps * bins) <= cap_tokens)):
+            return False
+    return True
 
 
 def _try_pools(lengths: Ints, layout: Layout, need: _Need) -> Layout:

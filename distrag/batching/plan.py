@@ -229,22 +229,32 @@ def plan_epoch(
         ValueError: for a budget that is missing, below 1 or below the longest sample, for negative lengths, and, with `global_tokens`, for
             a step that no dealing fits under `max_tokens` or `max_samples`.
     """
-    sizes = np.asarray(lengths)
-    if sizes.dtype not in (np.int64, np.int32):
-        sizes = np.ascontiguousarray(sizes, np.int64)
+    sizes = as_lengths(lengths)
     chosen = None if samples is None else np.ascontiguousarray(samples, np.int64)
     _check(sizes, world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost, num_steps, pool_samples)
+    rules = _build_rules(world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost)
+    planned = sizes if chosen is None else sizes[chosen]
+    layout = build_layout(planned, rules, seed, epoch, shuffle=shuffle, num_steps=num_steps or 0, pool_samples=pool_samples)
+    lengths_hash = layout.lengths_hash if chosen is None else hash_lengths(sizes)
+    return EpochPlan(sizes, chosen, rules, layout, seed, epoch, first_step, _fingerprint(lengths_hash, len(sizes), seed, shuffle))
+
+
+def as_lengths(lengths: ArrayLike) -> Ints:
+    """Returns lengths as the compiled code reads them: int64 and int32 in place, others as int64."""
+    sizes = np.asarray(lengths)
+    return sizes if sizes.dtype in (np.int64, np.int32) else np.ascontiguousarray(sizes, np.int64)
+
+
+def _build_rules(
+    world_size: int, max_tokens: int | None, global_tokens: int | None, max_samples: int | None, bucket_steps: int, cost: Cost
+) -> Rules:
     price = (float(cost[0]), float(cost[1]), float(cost[2]))
     if global_tokens is not None:
         caps = (global_tokens, global_tokens, max_tokens or NO_CAP, max_samples or NO_CAP)
     else:
         assert max_tokens is not None
         caps = (NO_CAP, NO_CAP, max_tokens, max_samples or max_tokens)
-    rules = Rules(world_size, bucket_steps, global_tokens is not None, *caps, price)
-    planned = sizes if chosen is None else sizes[chosen]
-    layout = build_layout(planned, rules, seed, epoch, shuffle=shuffle, num_steps=num_steps or 0, pool_samples=pool_samples)
-    lengths_hash = layout.lengths_hash if chosen is None else hash_lengths(sizes)
-    return EpochPlan(sizes, chosen, rules, layout, seed, epoch, first_step, _fingerprint(lengths_hash, len(sizes), seed, shuffle))
+    return Rules(world_size, bucket_steps, global_tokens is not None, *caps, price)
 
 
 def _fingerprint(lengths_hash: int, num_samples: int, seed: int, shuffle: bool) -> str:

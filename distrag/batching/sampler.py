@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from distrag.batching.plan import Cost, EpochPlan, plan_epoch
+from distrag.batching.plan import Cost, EpochPlan, as_lengths, plan_epoch
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -211,8 +211,7 @@ def at_epoch(dataset: Any, epoch: int) -> Any:
 
 def _lengths(dataset: Any, epoch: int) -> Ints:
     of_epoch = at_epoch(dataset, epoch)
-    lengths = np.asarray(getattr(of_epoch, "lengths", of_epoch))
-    return lengths if lengths.dtype in (np.int64, np.int32) else np.ascontiguousarray(lengths, np.int64)
+    return as_lengths(getattr(of_epoch, "lengths", of_epoch))
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:

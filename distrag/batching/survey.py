@@ -70,37 +70,50 @@ def gather_pool(lengths: Ints, order: Ints, first: int, last: int, block: int, s
 
 @compiled
 def class_table(longest: int) -> tuple[Ints, Ints]:
-    """Returns the class of each length up to 65,535 or `longest`, uint16, and the longest length of each class, int64 `[NUM_CLASSES]`."""
-    table, top = np.empty(min(longest, 65_535) + 1, np.uint16), np.zeros(NUM_CLASSES, np.int64)
+    """Returns the class of each length up to 65,535 or `longest`, uint16, and the longest length of each class there is, int64."""
     one = np.empty(1, np.float64)
     bits = one.view(np.int64)
+    one[0] = longest
+    table, top = np.empty(min(longest, 65_535) + 1, np.uint16), np.zeros(class_of_bits(bits[0]) + 1, np.int64)
     for length in range(len(table)):
         one[0] = length
         table[length] = class_of_bits(bits[0])
-    for c in range(1, NUM_CLASSES):
+    for c in range(1, len(top)):
         bits[0] = (c + 32736) << 47
         top[c] = longest if one[0] > longest else np.int64(np.ceil(one[0])) - 1
     return table, top
 
 
 @compiled
-def tokens_by_class(lengths: Ints, order: Ints, first: int, last: int, block: int, table: Ints, tokens: Ints) -> int:
-    """Writes the tokens of the blocks `order[first:last]` by length class, int64 `[NUM_CLASSES]`; returns how many samples they hold."""
-    n, one, taken = len(lengths), np.empty(1, np.float64), 0
-    bits = one.view(np.int64)
+def tokens_by_class(lengths: Ints, order: Ints, bounds: Ints, block: int, table: Ints, tokens: Ints, samples: Ints) -> None:
+    """Counts the tokens of each pool by length class, and its samples, in one pass over the lengths as they lie in memory.
+
+    Args:
+        lengths: integers `[N]`.
+        order: blocks in the order of the pools.
+        bounds: int64 `[P+1]`, where each pool starts in that order.
+        block: samples in a block.
+        table: from `class_table`.
+        tokens: int64 `[P, classes]`, receives the tokens.
+        samples: int64 `[P]`, receives the samples.
+    """
+    n, one = len(lengths), np.empty(1, np.float64)
+    bits, pool_of = one.view(np.int64), np.empty(len(order), np.uint32)
+    for p in range(len(bounds) - 1):
+        for at in range(bounds[p], bounds[p + 1]):
+            pool_of[order[at]] = p
     tokens[:] = 0
-    for at in range(first, last):
-        start = int(order[at]) * block
-        stop = min(start + block, n)
-        taken += stop - start
-        for i in range(start, stop):
+    samples[:] = 0
+    for b in range(len(pool_of)):
+        own, stop = tokens[pool_of[b]], min((b + 1) * block, n)
+        samples[pool_of[b]] += stop - b * block
+        for i in range(b * block, stop):
             length = np.int64(lengths[i])
             if length < len(table):
-                tokens[table[length]] += length
+                own[table[length]] += length
             else:
                 one[0] = length
-                tokens[class_of_bits(bits[0])] += length
-    return taken
+                own[class_of_bits(bits[0])] += length
 
 
 @compiled
