@@ -18,7 +18,7 @@ from distrag.model import Inputs, SequenceModel
 from distrag.parallel import Parallel, build_parallel
 from distrag.problem import problem
 from distrag.training.checks import check_job
-from distrag.training.locality import Place, open_run_store
+from distrag.training.locality import Place, node_options, open_run_store
 from distrag.world import World
 from distrag.world import agreed as agreed
 
@@ -57,6 +57,10 @@ class Job:
     def prefetch(self) -> int:
         """Batches that loaders build ahead; none in debug mode, which has no threads."""
         return 0 if self.config.debug else self.config.batching.prefetch
+
+    def node_options(self, part: str) -> dict[str, Any]:
+        """Returns what a NodeSampler of a view must know of the nodes."""
+        return node_options(self.config, self.store, self.place, self.views[part])
 
 
 def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> Job:

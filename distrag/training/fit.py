@@ -11,6 +11,7 @@ import torch
 
 from distrag.batch import RaggedBatch
 from distrag.batching.loader import Loader, padding_share
+from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.checkpoint import save_checkpoint
 from distrag.problem import problem
@@ -171,11 +172,12 @@ def build_sampler(job: Job) -> TokenBudgetSampler:
     Raises:
         ValueError: a budget that does not fit the histories; the same on every rank.
     """
-    batching, lengths = job.config.batching, job.views["train"].lengths
+    batching = job.config.batching
     return agreed(
         job.world,
-        lambda: TokenBudgetSampler(
-            lengths,
+        lambda: NodeSampler(
+            job.views["train"],
+            **job.node_options("train"),
             max_tokens=None if batching.global_tokens else batching.max_tokens,
             global_tokens=batching.global_tokens,
             max_samples=batching.max_samples,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,15 @@ class Place:
             return total
 
         return counts
+
+
+def node_options(config: RunConfig, store: Store, place: Place | None, view: View) -> dict[str, Any]:
+    """Returns what a NodeSampler of a view must know of the nodes: how many there are, and whose each sample is for any number of them."""
+
+    def nodes_of(num_nodes: int) -> NDArray[np.int64]:
+        return assign_rows(_train_lengths(config, store), num_nodes).nodes_of(view.rows)
+
+    return {"nodes_of": nodes_of, "num_nodes": 0 if place is None else place.shares.num_nodes}
 
 
 def open_run_store(config: RunConfig, world: World) -> tuple[Store, Place | None]:
