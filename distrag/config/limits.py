@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from distrag.config.sections import RunConfig
+from distrag.data.windows import POLICIES
 from distrag.embedding.config import SHARDINGS, TABLE_OPTIMIZERS
 from distrag.problem import problem
 
@@ -41,6 +42,7 @@ _ANY = Range(-INT32, INT32)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "task": ("next_item", "conversion"),
     "batching.locality": ("global", "node"),
+    "data.truncate": POLICIES,
     "model.join": ("concat", "sum"),
     "optim.name": ("adam", "adamw"),
     "optim.schedule": ("constant", "cosine"),
@@ -54,6 +56,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 # Upper ends are far above what is of use and below what overflows or fills a machine.
 _RANGES: dict[str, Range] = {
     "data.max_len": Range(1, 1_000_000),
+    "data.mean_cost_share": Range(0, 1, open_low=True),
     "data.split.valid_share": Range(0, 1),
     "data.split.test_share": Range(0, 1),
     "data.split.seed": Range(0, INT32),

@@ -27,7 +27,7 @@ class HeldOut:
         targets: int64 `[N]`, item rows; 0 = unknown, -1 = the sample has no target.
         items: `[num_positions]`, the store's item rows, any integer type.
         first: int64 `[N]`.
-        end: int64 `[N]`; `items[first:end]` are the seen items, the whole row, not the truncated history.
+        end: int64 `[N]`; `items[first:end]` are the seen items, all before the target, not the truncated history alone.
         apart: whether a rank can read targets and items only of samples that it may be given; it then asks the other ranks for theirs.
     """
 
@@ -49,7 +49,7 @@ class HeldOut:
         targets = np.full(len(view.next), -1, np.int64)
         held = view.next >= 0 if own is None else (view.next >= 0) & own
         targets[held] = items[view.next[held]]
-        return cls(targets, items, view.first, view.end, apart=own is not None)
+        return cls(targets, items, view.first, view.seen_end, apart=own is not None)
 
     def take(self, world: Ranks, per_rank: Sequence[Ints]) -> tuple[Ints, Ints, Ints]:
         """Returns the targets of the samples of all ranks, in rank order, their seen items, flat, and the offsets of these.

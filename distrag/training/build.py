@@ -10,7 +10,7 @@ import torch
 
 from distrag.batching.collate import Collate
 from distrag.config import RunConfig
-from distrag.data.split import View, build_views
+from distrag.data.split import View
 from distrag.data.store import Store
 from distrag.embedding.plan import Placement
 from distrag.embedding.tables import Tables
@@ -18,6 +18,7 @@ from distrag.model import Inputs, SequenceModel
 from distrag.parallel import Parallel, build_parallel
 from distrag.problem import problem
 from distrag.training.checks import check_job
+from distrag.training.inputs import build_run_views
 from distrag.training.locality import Place, node_options, open_run_store
 from distrag.world import World
 from distrag.world import agreed as agreed
@@ -88,7 +89,7 @@ def _prepare(config: RunConfig, store: Store, world: World, limit_bytes: int, fo
     checked = check_job(config, store.schema, world.size, device=world.device.type, limit_bytes=limit_bytes)
     if config.task == "conversion":
         _check_labels(store)
-    views = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len, fold_valid=fold_valid)  # type: ignore[arg-type]
+    views = build_run_views(config, store, checked.cost, fold_valid=fold_valid)
     loss = checked.loss
     tables = Tables(checked.specs, checked.shardings, config.model.dim, init_std=config.tables.init_std, seed=config.train.seed)
     torch.manual_seed(config.train.seed)  # the dense part starts equal on all ranks

@@ -10,7 +10,7 @@ from distrag.checkpoint import load_checkpoint
 from distrag.config import RunConfig, check_ks, read_config
 from distrag.problem import problem
 from distrag.training.build import build_job
-from distrag.training.contract import check_contract, pin_features, read_schema
+from distrag.training.contract import check_contract, pin_features, pin_windows, read_schema
 from distrag.training.held_out import Metrics, evaluate_view
 from distrag.training.locality import open_run_store
 from distrag.world import agreed, open_world
@@ -45,7 +45,7 @@ def _read(folder: Path, data: str | None, ks: Sequence[int] | None) -> RunConfig
             "No run in this folder", got="no config.yaml", wanted="a folder that `distrag train` wrote", where=folder, todo="mend the path"
         )
     config = read_config(["--config", str(path), *([f"--data.path={data}"] if data else [])])
-    config = pin_features(dataclasses.replace(config, debug=False), read_schema(folder))
+    config = pin_windows(pin_features(dataclasses.replace(config, debug=False), read_schema(folder)))
     if ks is None:
         return config
     if config.task != "next_item":

@@ -64,10 +64,13 @@ class Place:
 def node_options(config: RunConfig, store: Store, place: Place | None, view: View) -> dict[str, Any]:
     """Returns what a NodeSampler of a view must know of the nodes: how many there are, and whose each sample is for any number of them."""
 
-    def nodes_of(num_nodes: int) -> NDArray[np.int64]:
-        return assign_rows(_train_lengths(config, store), num_nodes).nodes_of(view.rows)
+    here = 0 if place is None else place.shares.num_nodes
 
-    return {"nodes_of": nodes_of, "num_nodes": 0 if place is None else place.shares.num_nodes}
+    def nodes_of(num_nodes: int) -> NDArray[np.int64]:
+        shares = place.shares if place and num_nodes == here else assign_rows(_train_lengths(config, store), num_nodes)
+        return shares.nodes_of(view.rows)
+
+    return {"nodes_of": nodes_of, "num_nodes": here}
 
 
 def open_run_store(config: RunConfig, world: World) -> tuple[Store, Place | None]:

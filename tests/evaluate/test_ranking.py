@@ -182,6 +182,8 @@ def test_seen_items_are_the_whole_row_and_not_the_truncated_history() -> None:
     held_out = HeldOut.of(view, np.array([4, 3, 2, 1, 5], np.uint8))
     assert held_out.targets.tolist() == [5]
     assert held_out.take_seen(one)[0].tolist() == [4, 3, 2, 1]
+    oldest = View(rows=one, begin=one, end=np.array([2]), next=np.array([4]), first=one, num_cut=2)
+    assert HeldOut.of(oldest, held_out.items).take_seen(one)[0].tolist() == [4, 3, 2, 1], "what lies between the window and the target too"
 
 
 def test_rows_are_scored_where_they_lie_and_no_rank_holds_the_table() -> None:
