@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -117,16 +118,17 @@ class Stage:
         return mask
 
     def _fetch(self, wanted: NDArray[np.bool_]) -> Iterator[None]:
-        most, told = max(1, _TURN_BYTES // self._blocks.block_bytes), False
-        while True:
+        most = max(1, _TURN_BYTES // self._blocks.block_bytes)
+        for turn in itertools.count():
             missing = np.flatnonzero(wanted & ~read_staged(self.folder, len(wanted)))
             if not len(missing) and self._is_laid_out():
                 return
-            if not told:
+            if not turn:
                 self._check_room(missing)
-                told = True
             with self._writing(), _turn(self.folder) as mine:
                 if mine:
+                    if not turn:
+                        self._tell(missing)
                     marks = self._lay_out()
                     missing = np.flatnonzero(wanted & (marks == 0))[:most]
                     self._copy(missing, marks)
@@ -215,6 +217,9 @@ class Stage:
         if need > free:
             got = f"{free / 2**30:.3g} GiB free"
             raise problem("The cache has no room", got=got, wanted=f"{need / 2**30:.3g} GiB", where=self.folder.parent, todo=_ROOM)
+
+    def _tell(self, missing: NDArray[np.int64]) -> None:
+        need = self._blocks.num_bytes(missing)
         if need > _TURN_BYTES:
             print(f"distrag: staging {need / 2**30:.3g} GiB of {self.remote.url} in {self.folder}", file=sys.stderr)
 
