@@ -18,7 +18,7 @@ from distrag.problem import problem
 if TYPE_CHECKING:
     from distrag.batching.compiled import Ints
 
-MAX_BLOCKS = 1 << 20
+MAX_BLOCKS = 1 << 19
 SLACKS = (0.01, 0.03)
 """Shares of the budget to leave free where pools are planned later, until the bound on the fullest rank proves that each will fit."""
 

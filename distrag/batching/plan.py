@@ -201,10 +201,10 @@ def plan_epoch(
 ) -> EpochPlan:
     """Returns the plan of one epoch: each sample in exactly one step on exactly one rank, and equal steps on all ranks.
 
-    Blocks of neighbours (single samples up to a million, so that this is a permutation) are shuffled by `(seed, epoch)` and make pools of
-    whole steps. Inside a pool samples are shuffled, and every step is a stratified draw of it: each sample is as likely in any step, and
-    all steps have about the same lengths, tokens and cost, the last one too. All ranks of a step get about the same lengths as well.
-    With `global_tokens` neither the steps nor the order of their samples depend on the world size; only the dealing does.
+    Blocks of neighbours (single samples up to half a million of them, which is a permutation) are shuffled by `(seed, epoch)` and make
+    pools of whole steps. Inside a pool samples are shuffled, and every step is a stratified draw of it: each sample is as likely in any
+    step, and all steps have about the same lengths, tokens and cost, the last one too. All ranks of a step get about the same lengths as
+    well. With `global_tokens` neither the steps nor the order of their samples depend on the world size; only the dealing does.
 
     Memory stays at a few pools and some bytes a block, whatever the number of samples; `lengths` is read in place.
 

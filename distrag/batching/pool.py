@@ -1,7 +1,7 @@
 """The compiled plan of one pool: its samples to global steps and ranks, even in tokens and cost, under the caps.
 
 Everything here is a pure function of arrays and numbers. The quick way deals rows: the pool falls by length, every `W` neighbours become a
-chunk that gives each rank one sample, and chunks are dealt to the steps; so all ranks of a step see about the same lengths. Where a cap is
+unit that gives each rank one sample, and units are dealt to the steps; so all ranks of a step see about the same lengths. Where a cap is
 too tight for that, samples are packed longest first, and ranks of like cost share a step.
 """
 
@@ -17,6 +17,9 @@ from distrag.batching.rows import deal_rows, fall, next_random, shuffle, weigh
 
 if TYPE_CHECKING:
     from distrag.batching.compiled import Floats, Ints
+
+ROWS = 24
+"""Units that a step holds at least: with fewer its tokens would not come out even."""
 
 FINE = 1.005
 """Imbalance of cost up to which rows are good enough; above, a step is dealt sample by sample as well, and the better one stays."""
@@ -89,10 +92,14 @@ def plan_pool(lengths: Ints, rules: Rules, num_steps: int, state: np.uint64, may
 def _steps_by_rows(lengths: Ints, rules: Rules, num_steps: int, state: np.uint64) -> tuple[Ints, Ints]:
     """Returns the positions from long to short, and the step of each.
 
-    What is dealt are units: `W` neighbours, or single samples where steps may not know of `W`. Steps are evened out in tokens, which the
-    caps count; rows keep their cost about even too.
+    What is dealt are units: `W` neighbours, one for each rank, or a power of two where steps may not know of `W`, which most numbers of
+    ranks divide. Steps are evened out in tokens, which the caps count; rows keep their cost about even too.
     """
-    unit = 1 if rules.whole_steps else rules.world_size
+    unit = rules.world_size
+    if rules.whole_steps:
+        unit = 1
+        while 2 * unit * ROWS * num_steps <= len(lengths):
+            unit *= 2
     falling = fall(lengths)
     tokens = _add_up(lengths, falling, unit)
     of_unit = np.empty(len(tokens), np.int64)
