@@ -86,7 +86,8 @@ class Fit:
             schedule_steps = round(self.total_epochs * self.epoch_steps * self._stretch)
         self.optimizer = build_optimizer(job.parallel, self.config.optim, self.config.tables)
         self.schedule = Schedule(self.optimizer, self.config.optim, schedule_steps)
-        self.watch, self.tally = StepWatch(job.parallel.plain.tables, self.world.device), Tally()
+        self.watch = StepWatch(job.parallel.plain.tables if self.world.size > 1 else None, self.world.device)
+        self.tally = Tally()
         self.metric = choose_metric(job)
         self.step = self.epoch = self.num_epochs = self.misses = 0
         self.best_step: int = 0

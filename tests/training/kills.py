@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 
 from distrag.checkpoint import has_checkpoint, read_extra
-from tests.training.runs import config, cut, faults_of, losses_of, reaches, write_histories
+from tests.training.runs import Reaches, config, cut, faults_of, losses_of, write_histories
 
 ROOT = Path(__file__).resolve().parents[2]
 PER_RANK = {"batching__global_tokens": None, "batching__max_tokens": 40}
@@ -86,8 +86,8 @@ def kill_and_resume(
 ) -> dict[str, Any]:
     """Trains two epochs through `kills` random kills; returns what was counted.
 
-    Most moments are a random time after a random step was logged, and fall anywhere in a step, a save or an evaluation; some fall in the
-    start of a run.
+    Most moments are a random time after a random share of the two epochs, and fall anywhere in a step, a save or an evaluation; some fall
+    in the start of a run.
 
     Args:
         folder: where store and run are written.
@@ -103,26 +103,20 @@ def kill_and_resume(
     random, run = np.random.default_rng(seed), folder / "run"
     store = write_histories(folder / "store", num_samples)
     sections = config(store, run, train__save_every=3, train__resume=True, **keys)
-    batching = sections["batching"]
-    num_steps = 2 * sum_of_lengths(store) // (batching["global_tokens"] or max(worlds) * batching["max_tokens"])
-    # Steps are logged on their way, so each later moment lies behind the one before; the last ones leave time to be killed in.
-    steps = np.sort(random.choice(np.arange(1, int(0.7 * num_steps)), kills, replace=False))
+    # What is trained grows over the resumes, so each later moment lies behind the one before; the last ones leave time to be killed in.
+    amounts = np.sort(random.uniform(0.02, 0.9, kills)) * 2 * num_samples
     moments = []
-    for number, step in enumerate(steps):
+    for number, amount in enumerate(amounts):
         world_size = worlds[number * len(worlds) // kills]
-        is_time = after(random.uniform(0, delay_s), reaches(run, int(step)))
+        is_time = after(random.uniform(0, delay_s), Reaches(run, amount, unit="samples"))
         if random.random() < 0.15:
             is_time = either(is_time, after(random.uniform(0, start_s), lambda: True))
         if not launch(sections, world_size, is_time, int(random.integers(world_size))):
-            raise RuntimeError(f"the run ended before kill {number + 1} of {kills}, which waited for step {step} of about {num_steps}")
+            raise RuntimeError(f"the run ended before kill {number + 1} of {kills}, which waited for {amount:.0f} samples")
         last = run / "checkpoints" / "last"
-        moments.append(
-            {
-                "ranks": world_size,
-                "logged": max((s for s, _ in losses_of(run)), default=0),
-                "saved": read_extra(last)["step"] if has_checkpoint(last) else 0,
-            }
-        )
+        saved = read_extra(last) if has_checkpoint(last) else {"step": 0, "epochs_done": 0.0}
+        logged = max((step for step, _ in losses_of(run)), default=0)
+        moments.append({"ranks": world_size, "logged": logged, "saved": saved["step"], "epochs": round(saved["epochs_done"], 2)})
         print(f"kill {number + 1}: {moments[-1]}", file=sys.stderr, flush=True)
     assert not launch(sections, worlds[-1], lambda: False, 0)
     logged = [step for step, _ in losses_of(run)]
@@ -137,13 +131,6 @@ def kill_and_resume(
         "faults": faults_of(run, num_samples, 2),
         "moments": moments,
     }
-
-
-def sum_of_lengths(store: Path) -> int:
-    """Returns the positions that two cuts to the config's max_len and to what is left to predict leave, about."""
-    from distrag.data.store import open_store
-
-    return int(np.minimum(np.maximum(open_store(store).lengths - 2, 0), 20).sum())
 
 
 def after(seconds: float, is_time: Callable[[], bool]) -> Callable[[], bool]:

@@ -90,6 +90,7 @@ def test_one_rank_has_the_same_numbers(store: Path, tmp_path: Path) -> None:
             assert (line["rank_tokens"], line["rank_cost"], line["slowest_rank"]) == ([line["global_tokens"]], [1.0], 0)
             assert line["measured_imbalance"] == 1.0
             assert 0 < line["rank_step_s"][0] < 5
+            assert line["rank_exchange_s"] == [0.0], "there is nobody to wait for"
 
 
 def test_imbalance_is_what_the_slowest_rank_of_each_step_costs() -> None:
@@ -126,7 +127,7 @@ def test_a_watch_splits_a_step_where_the_rank_waits_for_nobody() -> None:
 
         def forward(self, scale: float) -> dict[str, torch.Tensor]:
             time.sleep(0.02)
-            return {"a": _Slow.apply(self.weight * scale), "b": torch.zeros(2)}
+            return {"a": self.weight * scale, "b": _Slow.apply(self.weight * scale), "c": torch.zeros(2)}
 
     tables = Lookup()
     watch = StepWatch(tables, torch.device("cpu"))
@@ -136,9 +137,9 @@ def test_a_watch_splits_a_step_where_the_rank_waits_for_nobody() -> None:
         watch.end(0.5)
     assert watch.take().shape == (64, 3), "the last steps of a long stretch"
     watch.begin()
-    vectors = tables(2.0)["a"]
+    vectors = tables(2.0)
     time.sleep(0.04)
-    vectors.sum().backward()
+    (vectors["a"] + vectors["b"]).sum().backward()
     watch.mark("backward")
     watch.end(0.5)
     own, exchange, wait = watch.take()[0].tolist()
