@@ -82,7 +82,7 @@ def test_a_save_that_is_killed_at_any_file_it_touches_leaves_a_whole_checkpoint(
         if event:
             for path in (last, best):
                 written = read_extra(path)["number"]
-                assert written in (number - 1, number - 2)
+                assert written == number - 1 if path == last else written < number
                 assert load_checkpoint(path, job.parallel, optimizer) == {"number": written}
                 assert values_of(job) == {float(written)}
         fill(job, float(number))

@@ -90,7 +90,7 @@ class Fit:
         self.metric = choose_metric(job)
         self.step = self.epoch = self.num_epochs = self.misses = 0
         self.best_step: int = 0
-        self.trained = 0  # steps of the sampler's epoch
+        self.trained = self.num_cut = 0  # steps, and events cut, of the sampler's epoch
         self.evaluated_at = self.saved_at = -1
         self.best_epochs: float = 0.0
         self._began = 0.0  # share of the sampler's epoch that was done before a resume
@@ -119,7 +119,9 @@ class Fit:
         self.sampler.set_epoch(self.epoch)
         self.trained, self.num_epochs = self.sampler.start, self.epoch + 1
         self._began = self._began if self.trained else 0.0
-        loader = Loader(self.job.collate, self.job.views["train"], self.sampler, device=self.world.device, prefetch=self.job.prefetch)
+        train = self.job.views["train"]
+        self.num_cut = train.at_epoch(self.epoch).num_cut
+        loader = Loader(self.job.collate, train, self.sampler, device=self.world.device, prefetch=self.job.prefetch)
         self.job.parallel.model.train()
         clock = Clock(loader, self.world.device)
         for batch in loader:
@@ -195,6 +197,7 @@ class Fit:
             "tokens_per_s": clock.tokens_per_s(),
             "imbalance": plan.imbalance(batch.step),
             "padded_batch_padding_share": padding_share(lengths),
+            "num_cut": self.num_cut,
             "data_wait_share": clock.wait_share(),
             "grad_norm": grad_norm,
             "lr": self.config.optim.lr * factor,
