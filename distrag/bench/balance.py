@@ -125,11 +125,10 @@ def _describe(known: dict[str, Ints]) -> Report:
 
 
 def _measure_world(name: str, lengths: Ints, world_size: int, per_rank: int, cost: Cost, args: argparse.Namespace) -> Iterator[Report]:
-    """Yields one cell a dealing; none where the lengths do not fill a single step."""
-    if len(lengths) < world_size * per_rank:
-        return
+    """Yields one cell a dealing; the plan's alone where the lengths do not fill a single step."""
+    enough = len(lengths) >= world_size * per_rank
     max_tokens = max(int(per_rank * lengths.mean()), int(lengths.max()))
-    for dealing in DEALINGS:
+    for dealing in DEALINGS if enough else DEALINGS[:2]:
         print(f"{name}, W = {world_size:,}, {per_rank} samples a rank: {dealing}", file=sys.stderr)
         if dealing in ("max_tokens", "global_tokens"):
             budget = {dealing: max_tokens * (world_size if dealing == "global_tokens" else 1)}
@@ -142,6 +141,7 @@ def _measure_world(name: str, lengths: Ints, world_size: int, per_rank: int, cos
             steps = _equal_counts(lengths, world_size, per_rank, cost, args, balanced=dealing == "karmarkar_karp")
         balance = measure(steps, lengths, cost, world_size)
         cell = {"lengths": name, "world_size": world_size, "samples_a_rank": per_rank, "dealing": dealing, "num_steps": num_steps}
+        cell["fills_a_step"] = enough
         yield {**cell, **_numbers(balance), "max_tokens": max_tokens, "filled": balance.step_tokens / (max_tokens * world_size)}
 
 
@@ -184,7 +184,7 @@ def verdict(cell: Report, what: str) -> str:
         what: `cost`, or `tokens`, whose cap counts too.
     """
     asked, peaks = ASKED.get(cell["samples_a_rank"]), cell[f"{what}_without_single"]
-    if asked is None or peaks is None:
+    if asked is None or peaks is None or not cell["fills_a_step"]:
         return "-"
     over = what == "tokens" and cell["dealing"] == "max_tokens" and cell["fullest_rank_tokens"] > cell["max_tokens"]
     return "yes" if peaks["mean"] <= asked[0] and peaks["p99"] <= asked[1] and not over else "no"
@@ -203,6 +203,7 @@ def _print(report: Report) -> None:
         f"W: ranks. B: samples a rank, mean. Cost of a sample of L tokens: {a:g} L + {b:.3g} L^2 + {c:g}.",
         "distrag: max_tokens = B x mean length, a rank; global: global_tokens = W x as many, a step. steps: distrag's.",
         "random: DistributedSampler. K-K: its global batches dealt again in equal counts by Karmarkar-Karp differencing of cost.",
+        "-: fewer samples than W x B, so that the plan makes one smaller step and there is no whole batch to compare with.",
         "one: share of distrag's steps in which one sample costs more than the mean rank; no dealing can even those out.",
         "asked: mean <= 1.002 and p99 <= 1.005 for B = 256, mean <= 1.01 for B = 32, in the other steps; of distrag, of global.",
         "cap: tokens of the fullest rank of distrag's steps, as a share of max_tokens.",
@@ -219,7 +220,7 @@ def _table(cells: list[Report], what: str, title: str) -> Table:
         worlds.setdefault((cell["lengths"], cell["world_size"], cell["samples_a_rank"]), {})[cell["dealing"]] = cell
     for (name, world_size, per_rank), its in worlds.items():
         ours = its["max_tokens"]
-        peaks = [f"{its[dealing][what]['mean']:.4f} {its[dealing][what]['p99']:.4f}" for dealing in DEALINGS]
+        peaks = ["{mean:.4f} {p99:.4f}".format(**its[dealing][what]) if dealing in its else "-" for dealing in DEALINGS]
         asked = ", ".join(verdict(its[dealing], what) for dealing in ("max_tokens", "global_tokens"))
         row = [name, f"{world_size:,}", str(per_rank), f"{ours['num_steps']:,}", f"{ours['single_sample_share']:.0%}", *peaks, asked]
         table.add_row(*row, *([f"{ours['fullest_rank_tokens'] / ours['max_tokens']:.3f}"] if what == "tokens" else []))
