@@ -50,9 +50,10 @@ def _debugs(words: Sequence[str]) -> bool:
 
 
 def _full(words: Sequence[str]) -> list[str]:
-    """Returns the words with a bare `--debug` as the config's parser wants it, which asks every key for a value."""
+    """Returns the words with a bare `--debug` or `--resume` as the config's parser wants it, which asks every key for a value."""
     followed = [word == "--debug" and after in ("true", "false") for word, after in zip(words, [*words[1:], ""], strict=False)]
-    return ["--debug=true" if word == "--debug" and not has_value else word for word, has_value in zip(words, followed, strict=True)]
+    bare = {"--debug": "--debug=true", "--resume": "--train.resume=true"}
+    return [word if has_value else bare.get(word, word) for word, has_value in zip(words, followed, strict=True)]
 
 
 def _help() -> str:

@@ -94,6 +94,7 @@ _RANGES: dict[str, Range] = {
     "train.eval_ks": Range(1, INT32),
     "train.patience": Range(0, INT32),
     "train.seed": Range(0, INT32),
+    "train.save_every": Range(0, INT32),
     "train.timeout_s": Range(0, 1e7, open_low=True),
 }
 _PATHS = ("data.path", "train.run_dir")

@@ -69,6 +69,9 @@ class TrainConfig:
         device: auto, cpu or cuda.
         timeout_s: how long a collective may wait for another rank, in seconds.
         tensorboard: write TensorBoard events.
+        save_every: steps between saves of the last state, checkpoints/last; 0 saves at the end of each epoch.
+        resume: go on with the run in run_dir from its checkpoints/last, on as many ranks as there are now; without one start anew.
+        log_samples: write the sample numbers of every step to samples/rank-<r>.jsonl.
     """
 
     run_dir: str = "runs/run"
@@ -85,6 +88,9 @@ class TrainConfig:
     device: str = "auto"
     timeout_s: float = 300.0
     tensorboard: bool = True
+    save_every: int = 0
+    resume: bool = False
+    log_samples: bool = False
 
 
 def _section(title: str, table: Mapping[str, Any]) -> type[Any]:
