@@ -191,7 +191,7 @@ def verdict(cell: Report, what: str) -> str:
 
 
 def _print(report: Report) -> None:
-    console = open_console(122)
+    console = open_console(132)
     for what, title in (("cost", "Cost: dearest rank over the mean rank"), ("tokens", "Tokens: fullest rank over the mean rank")):
         console.print(_table(report["cells"], what, f"{title}; mean and 99th percentile over the steps of an epoch (ratios, no unit)"))
     a, b, c = report["cost"]
