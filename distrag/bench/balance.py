@@ -84,8 +84,8 @@ def bench(parser: argparse.ArgumentParser, words: Sequence[str]) -> Report:
     _add_arguments(parser)
     args = parser.parse_args(words)
     cost = SASRec.cost(SASRecConfig(), args.dim)
-    known = {name: draw_lengths(name, args.samples, args.seed) for name in args.lengths}
-    known |= {Path(path).name: read_lengths(path) for path in args.store}
+    stores = {Path(path).name: read_lengths(path) for path in args.store}
+    known = {name: draw_lengths(name, args.samples, args.seed) for name in args.lengths} | stores
     cells = [
         cell
         for name, lengths in known.items()

@@ -24,7 +24,7 @@ class PlainPlan:
 
     def __init__(self, dealt: Ints, lengths: Ints, batch_size: int, epoch: int) -> None:
         self.dealt, self.lengths, self.batch_size, self.epoch = dealt, lengths, batch_size, epoch
-        self.num_steps = -(-dealt.shape[1] // batch_size)
+        self.num_steps: int = -(-dealt.shape[1] // batch_size)
 
     def samples(self, step: int, rank: int) -> Ints:
         """Returns the sample numbers of one rank in one step, int64."""
@@ -32,7 +32,8 @@ class PlainPlan:
         return own
 
     def _all(self, step: int) -> Ints:
-        return self.dealt[:, step * self.batch_size : (step + 1) * self.batch_size]
+        everyone: Ints = self.dealt[:, step * self.batch_size : (step + 1) * self.batch_size]
+        return everyone
 
     def rank_costs(self, step: int, cost: Cost) -> Floats:
         """Returns the cost of every rank in a step, float64 `[W]`."""
@@ -61,6 +62,7 @@ class PlainSampler:
     """
 
     start = 0
+    plan: PlainPlan
 
     def __init__(self, lengths: Ints, *, world_size: int, rank: int, batch_size: int, seed: int = 0) -> None:
         self.lengths, self.rank, self.batch_size = lengths, rank, batch_size

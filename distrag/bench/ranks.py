@@ -239,7 +239,7 @@ def _print(report: Report) -> None:
         "Both sides train the same model by the same loader and step. planned: of the encoder's cost a L + b L^2, mean over the steps.",
         "own: each rank's own seconds (encoder, head and loss, there and back, optimizer): sum over steps of the largest over the mean.",
         "CPU: the same of the CPU seconds of the training thread in the whole step; it spends none while it waits.",
-        "waited: share of the wall time that ranks are idle because another is slower. exchange: all time that is not own, waiting included.",
+        "waited: share of the wall time that ranks are idle because another is slower. exchange: all that is not own, waiting included.",
         machine_line(report["machine"]),
     ):
         console.print(line, markup=False, highlight=False)
