@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,8 @@ class BatchingConfig:
             of ranks. Replaces max_tokens.
         max_samples: most samples of one rank in a step; otherwise as many as its tokens.
         bucket_steps: global steps that share one pool sorted by length; 1 is a pure shuffle, more packs like lengths together.
+        locality: `global` gives any sample to any rank; `node` gives a rank only samples of its node's share of the rows, which are all
+            that is then read (and staged, for a store that lies elsewhere) there.
         prefetch: batches built ahead by a thread; 0 builds each when it is asked for.
     """
 
@@ -22,4 +25,5 @@ class BatchingConfig:
     global_tokens: int | None = None
     max_samples: int | None = None
     bucket_steps: int = 1
+    locality: Literal["global", "node"] = "global"
     prefetch: int = 2

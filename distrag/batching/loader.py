@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from distrag.batching.collate import Collate
-    from distrag.batching.compiled import Ints
+    from distrag.batching.compiled import Floats, Ints
     from distrag.batching.plan import EpochPlan
     from distrag.batching.sampler import TokenBudgetSampler
     from distrag.data.split import View
@@ -80,8 +80,11 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[RaggedBatch]:
-        # The plan is taken here and not in the thread, so that a later `set_epoch` cannot reach into this epoch.
-        build = self._build_host(self.sampler.plan, self.sampler.start)
+        # The plan is taken here and not in the thread, so that a later `set_epoch` cannot reach into this epoch. So are the counts: ranks
+        # that cannot read all samples exchange them, which must not meet the collectives of a step.
+        plan = self.sampler.plan
+        view = self.view.at_epoch(plan.epoch)
+        build = self._build_host(plan, self.sampler.start, view, self.collate.counts(view))
         if self.device.type == "cuda":
             build = self._build_cuda(build)
         batches = build if self.prefetch == 0 else _ahead(build, self.prefetch)
@@ -102,9 +105,8 @@ class Loader:
         lengths = self.sampler.lengths[plan.samples(step, self.sampler.rank)]
         return StepFacts(plan.rank_tokens(step), plan.rank_samples(step), plan.imbalance(step), padding_share(lengths))
 
-    def _build_host(self, plan: EpochPlan, start: int) -> Generator[Any, None, None]:
-        rank, view = self.sampler.rank, self.view.at_epoch(plan.epoch)
-        counts = self.collate.counts(view)
+    def _build_host(self, plan: EpochPlan, start: int, view: View, counts: Floats) -> Generator[Any, None, None]:
+        rank = self.sampler.rank
         for step in range(start, plan.num_steps):
             yield self.collate(
                 view,

@@ -223,5 +223,5 @@ def _composes_alike(options: dict[str, Any], others: dict[str, Any]) -> bool:
     """Returns whether both make the same global steps: with a global budget neither ranks nor cost nor their caps have a say."""
     keys = ["global_tokens", "bucket_steps"]
     if options["global_tokens"] is None:
-        keys += ["world_size", "max_tokens", "max_samples", "cost"]
-    return all(options[key] == others[key] for key in keys)
+        keys += ["world_size", "max_tokens", "max_samples", "cost", "num_nodes"]
+    return all(options.get(key) == others.get(key) for key in keys)

@@ -13,6 +13,7 @@ import docstring_parser
 
 from distrag.batching.config import BatchingConfig
 from distrag.data.config import DataConfig
+from distrag.data.remote import is_url
 from distrag.embedding.config import TablesConfig
 from distrag.encoder import ENCODERS
 from distrag.loss import LOSSES
@@ -195,7 +196,7 @@ def choose_loss(config: RunConfig) -> tuple[str, Any, Any]:
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Returns the config as nested plain values, as YAML holds it, that read back to the same run from any folder, whatever the defaults.
 
-    Encoder and loss are named with all their own settings and no others; `data.path` is absolute.
+    Encoder and loss are named with all their own settings and no others; paths of `data` are absolute.
 
     Raises:
         ValueError: no such encoder or loss, or a loss of another task.
@@ -204,8 +205,9 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     plain = {**dataclasses.asdict(config), "loss": {"name": name, **dataclasses.asdict(settings)}}
     encoder: Any = config.encoder
     plain["encoder"] = {"name": encoder.name, **dataclasses.asdict(choose_encoder(config)[1])}
-    if config.data.path:
-        plain["data"]["path"] = str(Path(config.data.path).absolute())
+    for key, path in (("path", config.data.path), ("cache", config.data.cache)):
+        if path and not is_url(path):
+            plain["data"][key] = str(Path(path).absolute())
     return {key: _plain(value) for key, value in plain.items()}
 
 

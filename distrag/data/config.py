@@ -14,7 +14,8 @@ class DataConfig:
     """What is read, and how much of each history.
 
     Args:
-        path: folder of a store written by `distrag prepare`.
+        path: folder of a store written by `distrag prepare`, or the address of one, such as s3://bucket/store.
+        cache: folder on a disk of this machine where a store is staged; otherwise data/cache for an address, and no copy of a folder.
         max_len: longest history; what is cut is counted.
         truncate: which events of a longer history are kept: `newest`; `oldest`; `random_window`, which draws where the window starts in
             every epoch; `stochastic`, the newest, but a number of them drawn in every epoch that leaves a history of length L whole with
@@ -28,6 +29,7 @@ class DataConfig:
     """
 
     path: str = ""
+    cache: str | None = None
     max_len: int = 200
     truncate: Truncate = "newest"
     mean_cost_share: float = 0.5

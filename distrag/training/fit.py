@@ -13,6 +13,7 @@ import torch
 
 from distrag.batch import RaggedBatch
 from distrag.batching.loader import Loader, padding_share
+from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.checkpoint import change_extra, keep_checkpoint, load_checkpoint, save_checkpoint
 from distrag.problem import problem
@@ -326,8 +327,9 @@ def build_sampler(job: Job) -> TokenBudgetSampler:
     batching = job.config.batching
     return agreed(
         job.world,
-        lambda: TokenBudgetSampler(
+        lambda: NodeSampler(
             job.views["train"],
+            **job.node_options("train"),
             max_tokens=None if batching.global_tokens else batching.max_tokens,
             global_tokens=batching.global_tokens,
             max_samples=batching.max_samples,

@@ -11,9 +11,9 @@ from distrag.config import RunConfig, check_number
 from distrag.config.limits import INT32, Range
 from distrag.data.schema import Schema
 from distrag.data.split import build_views
-from distrag.data.store import open_store
 from distrag.training.checks import check_job, check_length
 from distrag.training.inputs import choose_features, is_read
+from distrag.training.locality import open_lengths
 
 MAX_RANKS = 65_536
 
@@ -33,7 +33,7 @@ def plan_run(config: RunConfig, world_size: int, epoch: int = 0) -> dict[str, An
     """
     check_number(world_size, Range(1, MAX_RANKS), "--world-size")
     check_number(epoch, Range(0, INT32), "--epoch")
-    store = open_store(config.data.path)
+    store = open_lengths(config)
     limit = int(config.tables.max_gib_per_rank * 2**30) or None
     checked = check_job(config, store.schema, world_size, device=config.train.device, limit_bytes=limit)
     view = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len)["train"]  # type: ignore[arg-type]
