@@ -106,10 +106,10 @@ class Fit:
             self._evaluate()  # the run was cut in this evaluation
         while not self._is_done():
             self._run_epoch()
-        if self.selects and self.evaluated_at != self.step:
-            self._evaluate()
         if self.saved_at != self.step:
             self._save()
+        if self.selects and self.evaluated_at != self.step:
+            self._evaluate()
         if not self.selects:
             keep_checkpoint(self.last, self.kept, self.world)
         self.watch.close()

@@ -160,8 +160,7 @@ class Tally:
     """Planned beside measured, over all lines of metrics that this process wrote."""
 
     def __init__(self) -> None:
-        self._parts: list[RankTimes] = []
-        self._planned: list[float] = []
+        self._seconds, self._planned, self._num_lines = np.zeros(4), 0.0, 0
 
     def add(self, times: RankTimes, planned: float) -> None:
         """Adds the steps of one line.
@@ -170,20 +169,19 @@ class Tally:
             times: of every rank.
             planned: imbalance of the step that the line is of.
         """
-        self._parts.append(RankTimes(*(np.stack([part.max(0), part.mean(0)]) for part in (times.own, times.exchange, times.wait))))
-        self._planned.append(planned)
+        own, exchange, wait = (part.mean(0).sum() for part in (times.own, times.exchange, times.wait))
+        self._seconds += times.own.max(0).sum(), own, exchange, wait
+        self._planned, self._num_lines = self._planned + planned, self._num_lines + 1
 
     def line(self) -> str:
         """Returns a line to read; '' before the first step."""
-        if not self._parts:
+        if not self._num_lines:
             return ""
-        (own_max, own), (_, exchange), (_, wait) = (
-            np.concatenate([getattr(part, name) for part in self._parts], 1).sum(1) for name in ("own", "exchange", "wait")
-        )
+        slowest, own, exchange, wait = self._seconds
         whole = max(1e-12, own + exchange + wait)
         return (
-            f"imbalance of the ranks planned {np.mean(self._planned):.4f} (cost), measured {own_max / max(1e-12, own):.4f} (own seconds); "
-            f"of a step {own / whole:.1%} own, {exchange / whole:.1%} exchange and waiting for ranks, {wait / whole:.1%} waiting for data"
+            f"imbalance of the ranks planned {self._planned / self._num_lines:.4f} (cost), measured {slowest / max(1e-12, own):.4f} (own "
+            f"seconds); of a step {own / whole:.1%} own, {exchange / whole:.1%} exchange and waiting for ranks, {wait / whole:.1%} for data"
         )
 
 
