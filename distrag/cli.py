@@ -172,7 +172,8 @@ def _plan(words: list[str]) -> None:
     parser.add_argument("--json", action="store_true")
     args, overrides = parser.parse_known_args(words)
     from distrag.config import read_config
-    from distrag.training.plan import describe_plan, plan_run
+    from distrag.training.plan import plan_run
+    from distrag.training.plan_text import describe_plan
 
     numbers = plan_run(read_config(["--config", args.config, *_full(overrides)]), args.world_size, args.epoch)
     print(json.dumps(numbers, indent=1) if args.json else describe_plan(numbers))

@@ -1,64 +1,217 @@
-"""What a config will do on W ranks, without a process group: steps, balance, padding, placement."""
+"""What a config will do on W ranks, without a process group: steps, balance, padding, memory, placement, traffic."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from distrag.batching.plan import EpochPlan, plan_epoch
-from distrag.config import RunConfig, check_number
+from distrag.config import RunConfig, check_number, choose_encoder
 from distrag.config.limits import INT32, Range
 from distrag.data.schema import Schema
-from distrag.data.split import build_views
-from distrag.data.store import open_store
-from distrag.training.checks import check_job, check_length
+from distrag.data.split import View, build_views
+from distrag.data.store import Store, open_store
+from distrag.embedding.planner import ask_planner
+from distrag.encoder.padding import Padding, inner_padding
+from distrag.training.checks import Checked, check_job, check_length
+from distrag.training.composition import Walk, padding_shares, recommend, scan_buckets, walk_plan
+from distrag.training.cost import Cost, choose_cost, read_cost
+from distrag.training.footprint import expect_memory, measure_step
 from distrag.training.inputs import choose_features, is_read
+from distrag.training.traffic import expect_traffic
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_RANKS = 65_536
+PLANNER_SECONDS = 15.0
+_SCAN_SAMPLES = 4_000_000
+_BARS = 14
+_DEVICES = ("cpu", "cuda")
 
 
-def plan_run(config: RunConfig, world_size: int, epoch: int = 0) -> dict[str, Any]:
-    """Returns the plan of an epoch in numbers; refuses what training refuses.
+@dataclass(frozen=True)
+class Subject:
+    """A config that can be trained on `world_size` ranks, and what its plan is made of.
 
-    What a rank may hold is checked where `tables.max_gib_per_rank` says it: the ranks are not this machine.
-
-    Args:
+    Attributes:
         config: the run.
         world_size: ranks to plan for.
-        epoch: which epoch.
+        store: its store.
+        checked: its choices.
+        view: of the train samples.
+        cost: what the plan balances by.
+        cost_from: where that comes from, in words.
+        device: `cpu` or `cuda`, where the ranks compute as far as is known.
+    """
+
+    config: RunConfig
+    world_size: int
+    store: Store
+    checked: Checked
+    view: View
+    cost: Cost
+    cost_from: str
+    device: str
+
+    def plan(self, lengths: Ints, epoch: int, bucket_steps: int | None = None) -> EpochPlan:
+        """Returns the plan of these lengths under the config's budget."""
+        batching = self.config.batching
+        return plan_epoch(
+            lengths,
+            world_size=self.world_size,
+            max_tokens=None if batching.global_tokens else batching.max_tokens,
+            global_tokens=batching.global_tokens,
+            max_samples=batching.max_samples,
+            bucket_steps=bucket_steps or batching.bucket_steps,
+            seed=self.config.train.seed,
+            epoch=epoch,
+            cost=self.cost,
+        )
+
+
+def open_subject(config: RunConfig, world_size: int) -> Subject:
+    """Returns what a plan is made of; refuses what training refuses.
+
+    What a rank may hold is checked where `tables.max_gib_per_rank` says it: the ranks are not this machine.
 
     Raises:
         ValueError: for a config, store or world size that cannot be trained.
     """
     check_number(world_size, Range(1, MAX_RANKS), "--world-size")
-    check_number(epoch, Range(0, INT32), "--epoch")
     store = open_store(config.data.path)
     limit = int(config.tables.max_gib_per_rank * 2**30) or None
     checked = check_job(config, store.schema, world_size, device=config.train.device, limit_bytes=limit)
     view = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len)["train"]  # type: ignore[arg-type]
-    batching = config.batching
-    plan = plan_epoch(
-        view.lengths,
-        world_size=world_size,
-        max_tokens=None if batching.global_tokens else batching.max_tokens,
-        global_tokens=batching.global_tokens,
-        max_samples=batching.max_samples,
-        bucket_steps=batching.bucket_steps,
-        seed=config.train.seed,
-        epoch=epoch,
-        cost=checked.cost,
-    )
+    device = config.train.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cost, words = choose_cost(config, checked.cost, read_cost(config.train.run_dir), config.train.device)
+    return Subject(config, world_size, store, checked, view, cost, words, device)
+
+
+def plan_run(config: RunConfig, world_size: int, epoch: int = 0, *, planner_s: float = PLANNER_SECONDS) -> dict[str, Any]:
+    """Returns the plan of an epoch in numbers; refuses what training refuses.
+
+    Where an epoch has more than 256 steps, so many are looked at, evenly spread.
+
+    Args:
+        config: the run.
+        world_size: ranks to plan for.
+        epoch: which epoch.
+        planner_s: seconds that TorchRec's planner may take; 0 does not ask it.
+
+    Raises:
+        ValueError: for a config, store or world size that cannot be trained.
+    """
+    check_number(epoch, Range(0, INT32), "--epoch")
+    check_number(planner_s, Range(0, 1e6), "--planner-seconds")
+    subject = open_subject(config, world_size)
+    lengths = subject.view.lengths
+    plan = subject.plan(lengths, epoch)
     run_steps = check_length(config, plan.num_steps)
-    numbers = {"world_size": world_size, "epoch": epoch, **plan.summary(), "num_steps_of_run": run_steps, "num_cut": view.num_cut}
-    load = [sum(p.bytes_per_rank for p in checked.placements if rank in p.ranks) for rank in range(world_size)]
+    walk, paddings = walk_plan(plan), find_paddings(subject)
     return {
-        **numbers,
-        **_per_rank(plan, view.lengths),
-        "table_mib_per_rank_max": max(load) / 2**20,
-        **_features(config, store.schema),
-        "tables": [str(placement) for placement in checked.placements],
+        "world_size": world_size,
+        "epoch": epoch,
+        "num_samples": plan.num_samples,
+        "num_tokens": plan.num_tokens,
+        "num_steps": plan.num_steps,
+        "num_steps_of_run": run_steps,
+        "num_cut": subject.view.num_cut,
+        "cost": list(subject.cost),
+        "cost_from": subject.cost_from,
+        **walk.numbers(),
+        **padding_shares(plan, lengths, paddings),
+        **_buckets(subject, epoch, paddings),
+        **_machines(subject, walk, planner_s),
+        "length_histogram": length_histogram(lengths),
+        **_features(config, subject.store.schema),
+        "tables": [str(placement) for placement in subject.checked.placements],
     }
+
+
+def find_paddings(subject: Subject) -> dict[str, Padding]:
+    """Returns how a padded batch and how the encoder, on CPU and on CUDA, pad."""
+    config, inputs = subject.config, subject.checked.inputs
+    section: Any = config.encoder
+    _, settings = choose_encoder(config)
+    joined = config.model.join == "concat" and len(inputs.history_keys) > 1
+    common = {"half": config.train.precision == "bf16", "mixed": joined or inputs.num_numbers > 0, "states": config.task == "next_item"}
+    inside = {d: inner_padding(section.name, settings, config.model.dim, device=d, **common) for d in _DEVICES}
+    return {"padded_batch_padding_share": "rectangle", **{f"encoder_padding_share_{d}": padding for d, padding in inside.items()}}
+
+
+def _buckets(subject: Subject, epoch: int, paddings: Mapping[str, Padding]) -> dict[str, Any]:
+    """Returns padding against mixing for several `bucket_steps`, over every n-th sample of a large view, and which to take."""
+    lengths = subject.view.lengths
+    lengths = np.ascontiguousarray(lengths[:: max(1, len(lengths) // _SCAN_SAMPLES)])
+    rows = scan_buckets(lambda k: subject.plan(lengths, epoch, k), lengths, paddings, subject.config.batching.bucket_steps)
+    names = {device: f"encoder_padding_share_{device}" for device in _DEVICES}
+    advice = {device: recommend(rows, name, paddings[name]) for device, name in names.items()}
+    return {"buckets": rows, "bucket_steps_advice": {device: {"bucket_steps": k, "why": why} for device, (k, why) in advice.items()}}
+
+
+def _machines(subject: Subject, walk: Walk, planner_s: float) -> dict[str, Any]:
+    """Returns memory, traffic and TorchRec's placement, all for the mean step but for the memory, which is that of the fullest rank."""
+    config, checked = subject.config, subject.checked
+    tokens, samples = float(walk.tokens.mean()), float(walk.samples.mean())
+    ids = ids_per_key(subject, tokens, samples)
+    step = measure_step(config, checked, subject.store, subject.view, int(walk.tokens.max(initial=0)))
+    sharded = sum(ids[key] for spec in checked.specs if checked.shardings[spec.name] != "replicated" for key in spec.keys)
+    prefetch = 0 if config.debug else config.batching.prefetch
+    memory = expect_memory(step, checked.placements, walk.tokens, walk.samples, sharded, config.model.dim, prefetch)
+    sent = expect_traffic(checked.specs, checked.placements, ids, samples, step.num_dense, subject.world_size)
+    traffic = {f"{name}_bytes": float(getattr(sent, name).mean()) for name in ("ids", "vectors", "gradients", "reduced")}
+    total = sent.total()
+    advice = ask_planner(
+        checked.specs,
+        config.tables,
+        config.model.dim,
+        subject.world_size,
+        device=subject.device,
+        batch_size=max(1, round(samples)),
+        pooling_factors={key: max(1e-3, count / max(samples, 1e-9)) for key, count in ids.items()},
+        limit_s=planner_s,
+    )
+    return {
+        "memory_per_rank": memory,
+        "sent_per_rank_and_step": {**traffic, "total_bytes_mean": float(total.mean()), "total_bytes_max": float(total.max())},
+        "torchrec": {"seconds": advice.seconds, "note": advice.note, "tables": [asdict(proposal) for proposal in advice.proposals]},
+    }
+
+
+def ids_per_key(subject: Subject, tokens: float, samples: float) -> dict[str, float]:
+    """Returns the ids of a rank in a step for each key of the tables.
+
+    Args:
+        subject: what is planned.
+        tokens: of the rank in the step.
+        samples: the same.
+    """
+    inputs, loss = subject.checked.inputs, subject.checked.loss
+    ids = {**dict.fromkeys(inputs.history_keys, tokens), **dict.fromkeys(inputs.context_keys, samples)}
+    if inputs.target:
+        ids[f"{inputs.target}:next"] = samples
+        draws = getattr(loss, "num_negatives", 0)
+        ids[f"{inputs.target}:negative"] = float(draws) if loss.negatives == "shared" else draws * tokens
+    return ids
+
+
+def length_histogram(lengths: Ints) -> list[dict[str, int]]:
+    """Returns samples by length, in at most 14 classes: each length where there are few, else classes that grow with the length."""
+    longest = int(lengths.max(initial=0))
+    if longest < _BARS:
+        edges = np.arange(longest + 2)
+    else:
+        edges = np.unique(np.concatenate([[0, 1], np.geomspace(1, longest + 1, _BARS).round().astype(np.int64)]))
+        edges[-1] = longest + 1
+    counts, _ = np.histogram(lengths, edges)
+    spans = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
+    return [{"from": low, "to": high - 1, "samples": count} for low, high, count in spans]
 
 
 def _features(config: RunConfig, schema: Schema) -> dict[str, list[str]]:
@@ -69,30 +222,3 @@ def _features(config: RunConfig, schema: Schema) -> dict[str, list[str]]:
     }
     left = [f"{where} {f.name}" for where, (_, features) in groups.items() for f in features if f.name not in read[where]]
     return {"features_read": [f"{where} {name}" for where, names in read.items() for name in names], "features_left_out": left}
-
-
-def _per_rank(plan: EpochPlan, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, float]:
-    """Returns tokens of a rank and step, and what a rank's padded batch would waste, over at most 256 steps spread over the epoch."""
-    steps = np.unique(np.linspace(0, plan.num_steps - 1, 256).astype(int)) if plan.num_steps else np.zeros(0, int)
-    tokens, kept, rectangle = [], 0, 0
-    for step in steps:
-        for rank in range(min(plan.world_size, 64)):
-            own = lengths[plan.samples(int(step), rank)]
-            tokens.append(int(own.sum()))
-            kept, rectangle = kept + int(own.sum()), rectangle + len(own) * int(own.max(initial=0))
-    some = np.array(tokens or [0])
-    return {
-        "rank_tokens_min": int(some.min()),
-        "rank_tokens_mean": float(some.mean()),
-        "rank_tokens_max": int(some.max()),
-        "padded_batch_padding_share": 1.0 - kept / max(1, rectangle),
-    }
-
-
-def describe_plan(numbers: dict[str, Any]) -> str:
-    """Returns the numbers of `plan_run` as lines to read."""
-    plain = {key: value for key, value in numbers.items() if not isinstance(value, list)}
-    lines = [f"{key:28} {value:,.4f}" if isinstance(value, float) else f"{key:28} {value:,}" for key, value in plain.items()]
-    for key in ("features_read", "features_left_out"):
-        lines.append(f"{key:28} {', '.join(numbers[key]) or 'none'}")
-    return "\n".join([*lines, "tables", *(f"  {line}" for line in numbers["tables"])])
