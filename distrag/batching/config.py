@@ -15,8 +15,8 @@ class BatchingConfig:
             of ranks. Replaces max_tokens.
         max_samples: most samples of one rank in a step; otherwise as many as its tokens.
         bucket_steps: global steps that share one pool sorted by length; 1 is a pure shuffle, more packs like lengths together.
-        cost: a, b, c; a history of length L costs a*L + b*L^2 + c, and the plan balances ranks by it. Otherwise what `distrag plan --calibrate`
-            has fitted into the run directory, or the encoder's arithmetic.
+        cost: a, b, c; a history of length L costs a*L + b*L^2 + c, and the plan balances ranks by it. Otherwise what
+            `distrag plan --calibrate` has fitted into the run directory, or the encoder's arithmetic.
         prefetch: batches built ahead by a thread; 0 builds each when it is asked for.
     """
 

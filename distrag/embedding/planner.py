@@ -72,7 +72,7 @@ class _TooLong(Exception):
     """The planner's time is over."""
 
 
-class _Enumerator(EmbeddingEnumerator):
+class _Enumerator(EmbeddingEnumerator):  # type: ignore[misc]
     """TorchRec's enumerator, which rates shards of one size once, and stops between two ways of sharding when its time is over.
 
     Rating takes 1 ms a shard, and a table cut over 4,096 ranks has two sizes of shard.
@@ -150,7 +150,9 @@ def ask_planner(
             plan = planner.plan(collection, [EmbeddingCollectionSharder()])
     except _TooLong:
         took = time.monotonic() - started
-        return Advice((), f"stopped after {took:.1f} s without an answer: ask again with --planner-seconds {4 * max(limit_s, took):.0f}", took)
+        return Advice(
+            (), f"stopped after {took:.1f} s without an answer: ask again with --planner-seconds {4 * max(limit_s, took):.0f}", took
+        )
     except PlannerError as error:
         return Advice((), "it refuses: " + " ".join(str(error).split())[:300], time.monotonic() - started)
     (module,) = plan.plan.values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,12 +114,14 @@ class Entropy:
         self._class_of: Ints = np.searchsorted(edges, lengths, side="left").astype(np.int64)
         self._whole = _entropy(self._class_of)
 
-    def of(self, plan: EpochPlan, most: int = SCAN_STEPS) -> float:
-        """Returns the mean over at most `most` steps."""
-        steps = spread(plan.num_steps, most).tolist()
-        if not steps or self._whole == 0.0:
-            return 1.0
-        return float(np.mean([_entropy(self._class_of[plan.step_samples(step)]) for step in steps])) / self._whole
+    def of(self, steps: Iterable[Ints]) -> float:
+        """Returns the mean over the steps.
+
+        Args:
+            steps: sample numbers of each step, over all ranks.
+        """
+        found = [_entropy(self._class_of[samples]) for samples in steps]
+        return float(np.mean(found)) / self._whole if found and self._whole > 0.0 else 1.0
 
 
 def _entropy(classes: Ints) -> float:
@@ -143,7 +145,8 @@ def scan_buckets(
     rows: list[dict[str, float | int | None]] = []
     for bucket_steps in sorted({*BUCKET_STEPS, chosen}):
         plan = make(bucket_steps)
-        rows.append({"bucket_steps": bucket_steps, "entropy": entropy.of(plan), **padding_shares(plan, lengths, paddings)})
+        mixed = entropy.of(plan.step_samples(step) for step in spread(plan.num_steps, SCAN_STEPS).tolist())
+        rows.append({"bucket_steps": bucket_steps, "entropy": mixed, **padding_shares(plan, lengths, paddings)})
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from distrag.embedding.plan import Placement
 from distrag.embedding.tables import Tables
 from distrag.model import SequenceModel
 from distrag.training.checks import Checked
+from distrag.training.composition import spread
 from distrag.training.nnls import solve_nonnegative
 from distrag.training.trial import take_samples
 
@@ -34,8 +36,8 @@ DENSE_BYTES = 16
 """Of a dense parameter: float32 weight, gradient, and the two moments of Adam or AdamW."""
 _PROBE_TOKENS = 512
 _PROBE_SECONDS = 0.25  # a step of this long is not made larger
-_PROBE_ROWS = 1024
-_PROBE_BYTES = 1 << 28
+_PROBE_ROWS, _PROBE_SAMPLES = 1024, 1_000_000
+_PROBE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class StepBytes:
     num_dense: int
 
 
-class _Ledger(TorchDispatchMode):
+class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors that operations make, for as long as they live, and the most at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._seen: dict[int, Any] = {}
 
@@ -85,7 +87,7 @@ def measure_peak(run: Callable[[], None]) -> int:
     """Returns the bytes of the tensors that `run` makes, the most that live at once; what single operations need inside is not seen."""
     with _Ledger() as ledger:
         run()
-    return ledger.most
+    return int(ledger.most)
 
 
 def measure_step(config: RunConfig, checked: Checked, store: Store, view: View, most_tokens: int) -> StepBytes:
@@ -102,10 +104,12 @@ def measure_step(config: RunConfig, checked: Checked, store: Store, view: View, 
         view: of the samples.
         most_tokens: tokens of the fullest rank.
     """
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of torch's own question whether it traces
     model, rows = _build_probe(config, checked)
     collate = _build_collate(config, checked, store, model.tables.key_order)
     lengths: Ints = view.lengths
-    order = np.argsort(lengths, kind="stable")
+    some = spread(len(lengths), _PROBE_SAMPLES)
+    order = some[np.argsort(lengths[some], kind="stable")]
     filled = order[lengths[order] > 0]
     parts, peaks, sizes = [], [], []
 
@@ -126,7 +130,7 @@ def measure_step(config: RunConfig, checked: Checked, store: Store, view: View, 
     parts, peaks, sizes = parts[-3:], peaks[-3:], sizes[-3:]
     dense = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("tables."))
     activations, batches = (tuple(solve_nonnegative(np.array(parts), np.array(values, float)).tolist()) for values in (peaks, sizes))
-    return StepBytes(activations, batches, dense)  # type: ignore[arg-type]
+    return StepBytes(activations, batches, dense)
 
 
 def _run(model: SequenceModel, batch: RaggedBatch) -> None:
@@ -162,7 +166,16 @@ def _cut_ids(batch: RaggedBatch, rows: dict[str, int]) -> RaggedBatch:
 
 def batch_bytes(batch: RaggedBatch) -> int:
     """Returns the bytes of all tensors of a batch."""
-    tensors = [batch.ids.values(), batch.ids.lengths(), batch.offsets, batch.numbers, batch.context, batch.labels, batch.weights, batch.samples]
+    tensors = [
+        batch.ids.values(),
+        batch.ids.lengths(),
+        batch.offsets,
+        batch.numbers,
+        batch.context,
+        batch.labels,
+        batch.weights,
+        batch.samples,
+    ]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -181,7 +194,8 @@ def expect_memory(
 
     - `tables_bytes`: the rank that holds most: weights, optimizer state, and the dense gradient of replicated tables.
     - `dense_bytes`: 16 bytes a parameter: weight, gradient, two moments.
-    - `activation_bytes`: the largest `per_token * tokens + per_sample * samples + fixed` of any rank in any step, from `measure_step`.
+    - `activation_bytes`: the largest `per_token * tokens + per_sample * samples + fixed` of any rank in any step, from `measure_step`, and
+      the gradient of the largest replicated table on its way to where it is summed.
     - `exchange_bytes`: vectors of sharded tables that are looked up for other ranks and sent: one more copy of `ids * D * 4`, forward,
       and one of their gradients, backward; none on one rank.
     - `batch_bytes`: the batch of that rank and those built ahead.
@@ -199,6 +213,8 @@ def expect_memory(
     """
     world_size = tokens.shape[1]
     a, b = step.activations, step.batch
+    widest = max((p.num_rows - _PROBE_ROWS for p in placements if p.sharding == "replicated"), default=0)
+    a = (a[0], a[1], a[2] + max(0, widest) * dim * 4)
     numbers = {
         "tables_bytes": float(table_bytes(placements, world_size).max()),
         "dense_bytes": float(step.num_dense * DENSE_BYTES),

@@ -33,4 +33,5 @@ def solve_nonnegative(matrix: Floats, values: Floats) -> Floats:
             if found.min() >= 0.0 and float(rest @ rest) < smallest:
                 best, smallest = np.zeros(k), float(rest @ rest)
                 best[list(chosen)] = found
-    return best / scale
+    coefficients: Floats = best / scale
+    return coefficients

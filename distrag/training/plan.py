@@ -203,12 +203,14 @@ def ids_per_key(subject: Subject, tokens: float, samples: float) -> dict[str, fl
 
 def length_histogram(lengths: Ints) -> list[dict[str, int]]:
     """Returns samples by length, in at most 14 classes: each length where there are few, else classes that grow with the length."""
-    longest = int(lengths.max(initial=0))
-    if longest < _BARS:
-        edges = np.arange(longest + 2)
+    if not len(lengths):
+        return []
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if longest - shortest < _BARS:
+        edges = np.arange(shortest, longest + 2)
     else:
-        edges = np.unique(np.concatenate([[0, 1], np.geomspace(1, longest + 1, _BARS).round().astype(np.int64)]))
-        edges[-1] = longest + 1
+        above = np.geomspace(max(1, shortest), longest + 1, _BARS).round().astype(np.int64)
+        edges = np.unique(np.concatenate([[shortest], above]))
     counts, _ = np.histogram(lengths, edges)
     spans = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
     return [{"from": low, "to": high - 1, "samples": count} for low, high, count in spans]

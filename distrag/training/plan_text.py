@@ -72,7 +72,10 @@ def _memory(n: Mapping[str, Any]) -> list[str]:
     kinds = ("tables", "dense", "activation", "exchange", "batch")
     each = ", ".join(f"{kind} {_size(m[f'{kind}_bytes'])}" for kind in kinds)
     per = f"{m['activation_bytes_per_token']:,.0f} bytes a token, {m['activation_bytes_per_sample']:,.0f} a sample"
-    return [f"memory of the fullest     {_size(m['total_bytes'])}: {each}", f"  activations             {per}"]
+    return [
+        f"memory of the fullest     {_size(m['total_bytes'])}, interpreter and libraries beside: {each}",
+        f"  activations             {per}",
+    ]
 
 
 def _traffic(n: Mapping[str, Any]) -> list[str]:
@@ -85,8 +88,9 @@ def _traffic(n: Mapping[str, Any]) -> list[str]:
 def _tables(n: Mapping[str, Any]) -> list[str]:
     answer = n["torchrec"]
     proposals = [
-        f"  {it['table']}: {it['sharding']} on {len(it['ranks']):,} ranks" if len(it["ranks"]) > 1 else f"  {it['table']}: {it['sharding']}"
-        f" on rank {it['ranks'][0]}"
+        f"  {it['table']}: {it['sharding']} on {len(it['ranks']):,} ranks"
+        if len(it["ranks"]) > 1
+        else f"  {it['table']}: {it['sharding']} on rank {it['ranks'][0]}"
         for it in answer["tables"]
     ]
     head = f"TorchRec's planner would, after {answer['seconds']:.1f} s of thought" if proposals else f"TorchRec's planner: {answer['note']}"

@@ -51,8 +51,8 @@ def expect_traffic(
 
     - row_wise: a rank sends `n * 8 * (W-1)/W` bytes of ids (rows lie evenly), `B * k * 8 * (W-1)` of lengths, since each rank is told the
       lengths of its part, and `n * D * 4 * (W-1)/W` of vectors for others and as much of gradients.
-    - table_wise: a rank that does not hold the table sends all `n * 8` bytes of ids, `B * k * 8` of lengths and `n * D * 4` of gradients; the
-      one that does sends `(W-1) * n * D * 4` bytes of vectors.
+    - table_wise: a rank that does not hold the table sends all `n * 8` bytes of ids, `B * k * 8` of lengths and `n * D * 4` of gradients;
+      the one that does sends `(W-1) * n * D * 4` bytes of vectors.
     - column_wise: each rank sends its ids and lengths to all others, `(W-1) * (n + B * k) * 8`, and a W-th of every vector,
       `(W-1) * n * D/W * 4`, and as much of gradients.
     - replicated tables and dense parameters: a ring all-reduce of all gradients, `2 * (W-1)/W * 4` bytes a parameter; the gradient of a
