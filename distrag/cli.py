@@ -50,9 +50,10 @@ def _debugs(words: Sequence[str]) -> bool:
 
 
 def _full(words: Sequence[str]) -> list[str]:
-    """Returns the words with a bare `--debug` as the config's parser wants it, which asks every key for a value."""
+    """Returns the words with a bare `--debug` or `--resume` as the config's parser wants it, which asks every key for a value."""
     followed = [word == "--debug" and after in ("true", "false") for word, after in zip(words, [*words[1:], ""], strict=False)]
-    return ["--debug=true" if word == "--debug" and not has_value else word for word, has_value in zip(words, followed, strict=True)]
+    bare = {"--debug": "--debug=true", "--resume": "--train.resume=true"}
+    return [word if has_value else bare.get(word, word) for word, has_value in zip(words, followed, strict=True)]
 
 
 def _help() -> str:
@@ -168,6 +169,7 @@ def _plan(words: list[str]) -> None:
     parser = _parser("plan")
     parser.add_argument("config", help="YAML of a run")
     parser.add_argument("--world-size", type=int, default=1, help="ranks to plan for")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks of a node; otherwise 8, or all where there are fewer")
     parser.add_argument("--epoch", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--planner-seconds", type=float, default=15.0, help="what TorchRec's planner may take; 0 does not ask it")
@@ -197,7 +199,7 @@ def _plan(words: list[str]) -> None:
         from distrag.training.plan import plan_run
         from distrag.training.plan_text import describe_plan as describe
 
-        numbers = plan_run(config, args.world_size, args.epoch, planner_s=args.planner_seconds)
+        numbers = plan_run(config, args.world_size, args.epoch, ranks_per_node=args.ranks_per_node, planner_s=args.planner_seconds)
     print(json.dumps(numbers, indent=1) if args.json else describe(numbers))
 
 

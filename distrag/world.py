@@ -132,6 +132,17 @@ class World:
                 raise ValueError(f"rank {rank}: {text}")
 
 
+def agreed(world: World, build: Callable[[], _T]) -> _T:
+    """Returns what `build` gives; when it fails on any rank, every rank raises instead of waiting for that one."""
+    value, error = None, None
+    try:
+        value = build()
+    except Exception as caught:
+        error = caught
+    world.agree(error)
+    return value  # type: ignore[return-value]
+
+
 def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
     """Returns this rank's World, starting the process group unless one runs already.
 

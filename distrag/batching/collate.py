@@ -25,7 +25,7 @@ from distrag.batching.negatives import position_negatives, shared_negatives
 from distrag.problem import problem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from distrag.batching.compiled import Column, Floats, Ints
     from distrag.data.config import DataConfig
@@ -37,6 +37,7 @@ Negatives = Literal["none", "per_position", "shared"]
 Part = Literal["history", "gap", "next", "negative", "context"]
 
 _NO_SAMPLES = np.zeros(0, np.int64)
+_VIEWS = 4  # train, valid, test, and one that an epoch has drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Collate:
     Attributes:
         keys: the keys in their order.
         table_rows: rows of the table behind each key.
+        count: counts the samples of a view; another one where a rank cannot read all of them.
 
     Raises:
         ValueError: for features the store does not have, a target that is no id of the history, or a `key_order` with other keys.
@@ -105,6 +107,7 @@ class Collate:
         self._fixed = np.array([key.fixed for key in self._keys], np.int64)
         self._numbers = [(take_numbers if f.kind == "number" else take_log_gaps, store.position(f.name)) for f in history if _is_number(f)]
         self._context = [store.context(f.name) for f in context if f.kind == "number"]
+        self.count: Callable[[View], Floats] = self._count
         self._counted: dict[int, tuple[View, Floats]] = {}
 
     def _build_keys(self, history: list[Feature], context: list[Feature]) -> list[_Key]:
@@ -158,6 +161,7 @@ class Collate:
             ValueError: for an id outside its table, naming the feature, the sample and the position.
         """
         samples = np.array(samples, np.int64)
+        self.store.check_held(view.rows[samples])
         B, K = max(len(samples), 1), len(self._keys)
         offsets, starts, lengths = np.zeros(B + 1, np.int64), np.empty(len(samples), np.int64), np.empty((K, B), np.int64)
         if len(samples):
@@ -237,11 +241,15 @@ class Collate:
         return torch.from_numpy(numbers), torch.from_numpy(context), torch.from_numpy(labels), torch.from_numpy(weights)
 
     def counts(self, view: View) -> Floats:
-        """Returns what each sample adds to the count its loss is divided by, float64 `[n]`; see `view_counts`. Kept for each view."""
+        """Returns what each sample adds to the count its loss is divided by, float64 `[n]`; see `view_counts`. The last few are kept."""
         if id(view) not in self._counted:
-            counts = view_counts(view, self.store, task=self.task, target=self.target.name if self.target else None)
-            self._counted[id(view)] = view, counts  # the view is kept too, or another could get its id
+            while len(self._counted) >= _VIEWS:
+                self._counted.pop(next(iter(self._counted)))
+            self._counted[id(view)] = view, self.count(view)  # the view is kept too, or another could get its id
         return self._counted[id(view)][1]
+
+    def _count(self, view: View) -> Floats:
+        return view_counts(view, self.store, task=self.task, target=self.target.name if self.target else None)
 
 
 def view_counts(view: View, store: Store, *, task: str, target: str | None = None) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class BatchingConfig:
         bucket_steps: global steps that share one pool sorted by length; 1 is a pure shuffle, more packs like lengths together.
         cost: a, b, c; a history of length L costs a*L + b*L^2 + c, and the plan balances ranks by it. Otherwise what
             `distrag plan --calibrate` has fitted into the run directory, or the encoder's arithmetic.
+        locality: `global` gives any sample to any rank; `node` gives a rank only samples of its node's share of the rows, which are all
+            that is then read (and staged, for a store that lies elsewhere) there.
         prefetch: batches built ahead by a thread; 0 builds each when it is asked for.
     """
 
@@ -25,4 +28,5 @@ class BatchingConfig:
     max_samples: int | None = None
     bucket_steps: int = 1
     cost: tuple[float, float, float] | None = None
+    locality: Literal["global", "node"] = "global"
     prefetch: int = 2

@@ -145,19 +145,3 @@ def deal_step(
         for s in range(stashed):
             size = _push(heap, size, load, spare[s])
     return unplaced
-
-
-@compiled
-def step_imbalances(samples: Ints, ranks: Ints, bounds: Ints, lengths: Ints, cost: tuple[float, float, float], world_size: int) -> Floats:
-    """Returns max / mean over ranks of the cost of each step, float64 `[S]`; 1 where nothing costs anything."""
-    result = np.ones(len(bounds) - 1, np.float64)
-    load = np.empty(world_size, np.float64)
-    for step in range(len(bounds) - 1):
-        load[:] = 0.0
-        for i in range(bounds[step], bounds[step + 1]):
-            length = lengths[samples[i]]
-            load[ranks[i]] += cost[0] * length + cost[1] * length * length + cost[2]
-        mean = load.sum() / world_size
-        if mean > 0.0:
-            result[step] = load.max() / mean
-    return result

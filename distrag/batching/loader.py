@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from distrag.batching.collate import Collate
-    from distrag.batching.compiled import Ints
+    from distrag.batching.compiled import Floats, Ints
     from distrag.batching.plan import EpochPlan
     from distrag.batching.sampler import TokenBudgetSampler
     from distrag.data.split import View
@@ -74,15 +74,17 @@ class Loader:
         self.collate, self.view, self.sampler = collate, view, sampler
         self.device, self.prefetch, self.training = torch.device(device), prefetch, training
         self.wait_s = 0.0
-        self._counts = collate.counts(view)
 
     def __len__(self) -> int:
         """Steps that iterating yields."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[RaggedBatch]:
-        # The plan is taken here and not in the thread, so that a later `set_epoch` cannot reach into this epoch.
-        build = self._build_host(self.sampler.plan, self.sampler.start)
+        # The plan is taken here and not in the thread, so that a later `set_epoch` cannot reach into this epoch. So are the counts: ranks
+        # that cannot read all samples exchange them, which must not meet the collectives of a step.
+        plan = self.sampler.plan
+        view = self.view.at_epoch(plan.epoch)
+        build = self._build_host(plan, self.sampler.start, view, self.collate.counts(view))
         if self.device.type == "cuda":
             build = self._build_cuda(build)
         batches = build if self.prefetch == 0 else _ahead(build, self.prefetch)
@@ -103,17 +105,16 @@ class Loader:
         lengths = self.sampler.lengths[plan.samples(step, self.sampler.rank)]
         return StepFacts(plan.rank_tokens(step), plan.rank_samples(step), plan.imbalance(step), padding_share(lengths))
 
-    def _build_host(self, plan: EpochPlan, start: int) -> Generator[Any, None, None]:
-        rank, epoch = self.sampler.rank, plan.epoch
-        counts, tokens = plan.step_sums(self._counts), plan.step_sums(self.sampler.lengths)
+    def _build_host(self, plan: EpochPlan, start: int, view: View, counts: Floats) -> Generator[Any, None, None]:
+        rank = self.sampler.rank
         for step in range(start, plan.num_steps):
             yield self.collate(
-                self.view,
+                view,
                 plan.samples(step, rank),
                 step=step,
-                epoch=epoch,
-                global_count=float(counts[step]),
-                num_tokens_global=int(tokens[step]),
+                epoch=plan.epoch,
+                global_count=plan.step_sum(step, counts),
+                num_tokens_global=plan.step_tokens(step),
                 training=self.training,
             )
 
@@ -180,7 +181,7 @@ class Histories(Dataset[RaggedBatch]):
     """Samples of a view for a plain DataLoader: one list of sample numbers in, one RaggedBatch out.
 
     `DataLoader(Histories(collate, view), batch_sampler=TokenBudgetSampler(view, ...), collate_fn=Histories.collate_fn, num_workers=k)`.
-    Give the sampler `counts=collate.counts(view)`, and its lists carry `global_count` to the worker.
+    Give the sampler `counts=collate.counts`, and its lists carry `global_count` to the worker.
 
     Args:
         collate: builds the batches; a worker that is not forked maps the store itself.
@@ -197,7 +198,7 @@ class Histories(Dataset[RaggedBatch]):
 
     @property
     def lengths(self) -> Ints:
-        """Events of each history, int64 `[n]`."""
+        """Events of each history in epoch 0, int64 `[n]`."""
         return self.view.lengths
 
     def __getitem__(self, sample: int) -> RaggedBatch:
@@ -208,7 +209,7 @@ class Histories(Dataset[RaggedBatch]):
         """Returns the batch of these samples, in the step and epoch that the sampler's list names."""
         at = samples if isinstance(samples, StepSamples) else StepSamples(samples)
         return self.collate(
-            self.view,
+            self.view.at_epoch(at.epoch),
             np.array(at, np.int64),
             step=at.step,
             epoch=at.epoch,

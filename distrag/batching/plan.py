@@ -1,17 +1,21 @@
 """The planned epoch: which samples form each global step and which rank takes which, from the lengths alone.
 
-Every rank computes the same plan without talking to the others. See `plan_epoch`.
+Every rank computes the same plan without talking to the others, a pool at a time. See `plan_epoch`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import hashlib
+import math
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from distrag.batching.cut import sort_pools, walk
-from distrag.batching.deal import NO_CAP, step_imbalances
+from distrag.batching.deal import NO_CAP
+from distrag.batching.layout import Layout, build_layout, hash_lengths
+from distrag.batching.pool import Rules, plan_pool
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -21,59 +25,84 @@ if TYPE_CHECKING:
 
 Cost = tuple[float, float, float]
 
+MAX_RANKS = 65_536
+_KEPT = 3
+"""Pools that a plan keeps: the one that is read, the one read ahead, and the one whose last step is still being logged."""
 
-@dataclass(frozen=True)
+
+class _Pool(NamedTuple):
+    samples: Ints
+    ranks: Ints
+    bounds: Ints
+
+
 class EpochPlan:
-    """The global steps of one epoch and the rank of every sample in them.
+    """The global steps of one epoch and the rank of every sample in them. Pools of steps are planned when they are first asked for.
 
     Attributes:
         world_size: ranks (`W`).
         seed: seed of the shuffle.
         epoch: number of the epoch.
         cost: `(a, b, c)`; a sample of length L costs `a*L + b*L^2 + c`.
-        num_samples: samples in the epoch (`N`).
-        num_tokens: tokens in the epoch.
+        num_samples: samples that are planned (`N`).
+        num_tokens: their tokens.
+        first_step: number of the first step; above 0 where the rest of an epoch is planned.
+        num_steps: global steps in the epoch, the same number on every rank: the last step is `num_steps - 1`.
+        fingerprint: hash of what every plan of the epoch follows from, whatever ranks and budget: lengths and seed.
     """
 
-    world_size: int
-    seed: int
-    epoch: int
-    cost: Cost
-    num_samples: int
-    num_tokens: int
-    _lengths: Ints = field(repr=False)
-    _samples: Ints = field(repr=False)
-    _ranks: Ints = field(repr=False)
-    _bounds: Ints = field(repr=False)
-    _turn: Ints = field(repr=False)
+    def __init__(
+        self, lengths: Ints, chosen: Ints | None, rules: Rules, layout: Layout, seed: int, epoch: int, first_step: int, fingerprint: str
+    ) -> None:
+        self.world_size, self.seed, self.epoch, self.cost = rules.world_size, seed, epoch, rules.cost
+        self.num_samples, self.num_tokens = len(lengths if chosen is None else chosen), layout.num_tokens
+        self.first_step, self.num_steps, self.fingerprint = first_step, first_step + layout.num_steps, fingerprint
+        self._lengths, self._chosen, self._rules, self._layout = lengths, chosen, rules, layout
+        self._sizes = lengths if chosen is None else lengths[chosen]
+        self._pools: OrderedDict[int, _Pool] = OrderedDict()
+        self._lock = threading.Lock()  # a loader's thread reads ahead while the training loop looks up what it logs
 
-    @property
-    def num_steps(self) -> int:
-        """Global steps in the epoch, the same number on every rank."""
-        return len(self._turn)
+    def _pool(self, number: int) -> _Pool:
+        with self._lock:
+            if number not in self._pools:
+                while len(self._pools) >= _KEPT:
+                    self._pools.popitem(last=False)
+                self._pools[number] = self._plan_pool(number)
+            self._pools.move_to_end(number)
+            return self._pools[number]
 
-    def _span(self, step: int) -> slice:
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} of a plan with {self.num_steps} steps")
-        at = self._turn[step]
-        return slice(int(self._bounds[at]), int(self._bounds[at + 1]))
+    def _plan_pool(self, number: int) -> _Pool:
+        samples, sizes, state = self._layout.take(self._sizes, number)
+        index, ranks, bounds, failed = plan_pool(sizes, self._rules, self._layout.steps_of(number), state, True)
+        assert failed == -1, "the layout promised a pool that fits"
+        samples = samples[index]
+        return _Pool(samples if self._chosen is None else self._chosen[samples], ranks, bounds)
+
+    def _span(self, step: int) -> tuple[_Pool, slice]:
+        if not self.first_step <= step < self.num_steps:
+            raise IndexError(f"step {step} of a plan of the steps from {self.first_step} to {self.num_steps - 1}")
+        number, at = self._layout.find(step - self.first_step)
+        pool = self._pool(number)
+        return pool, slice(int(pool.bounds[at]), int(pool.bounds[at + 1]))
 
     def step_samples(self, step: int) -> Ints:
-        """Returns the sample numbers of a global step over all ranks, int64, in an order that no world size changes."""
-        return self._samples[self._span(step)]
+        """Returns the sample numbers of a global step over all ranks, int64; with `global_tokens` in an order of no world size."""
+        pool, span = self._span(step)
+        return pool.samples[span]
+
+    def step_ranks(self, step: int) -> Ints:
+        """Returns the rank of each of `step_samples`, int32."""
+        pool, span = self._span(step)
+        return pool.ranks[span]
 
     def samples(self, step: int, rank: int) -> Ints:
         """Returns the sample numbers of one rank in one step, int64; empty where the rank has to take a dummy."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of a plan for {self.world_size} ranks")
-        span = self._span(step)
+        pool, span = self._span(step)
         if self.world_size == 1:
-            return self._samples[span]
-        return np.compress(self._ranks[span] == rank, self._samples[span])
-
-    def num_samples_of(self, rank: int) -> int:
-        """Returns the samples of one rank over the epoch."""
-        return int(np.count_nonzero(self._ranks == rank))
+            return pool.samples[span]
+        return np.compress(pool.ranks[span] == rank, pool.samples[span])
 
     def rank_tokens(self, step: int) -> Ints:
         """Returns the tokens of every rank in a step, int64 `[W]`."""
@@ -82,7 +111,7 @@ class EpochPlan:
 
     def rank_samples(self, step: int) -> Ints:
         """Returns the number of samples of every rank in a step, int64 `[W]`."""
-        return np.bincount(self._ranks[self._span(step)], minlength=self.world_size)
+        return np.bincount(self.step_ranks(step), minlength=self.world_size)
 
     def rank_costs(self, step: int) -> Floats:
         """Returns the cost of every rank in a step, float64 `[W]`."""
@@ -91,7 +120,7 @@ class EpochPlan:
         return self._per_rank(step, a * lengths + b * lengths * lengths + c)
 
     def _per_rank(self, step: int, values: Floats | Ints) -> Floats:
-        return np.bincount(self._ranks[self._span(step)], weights=values, minlength=self.world_size)
+        return np.bincount(self.step_ranks(step), weights=values, minlength=self.world_size)
 
     def tokens(self, step: int, rank: int) -> int:
         """Returns the tokens of one rank in one step."""
@@ -101,47 +130,56 @@ class EpochPlan:
         """Returns the tokens of a step over all ranks."""
         return int(self._lengths[self.step_samples(step)].sum())
 
-    def imbalance(self, step: int) -> float:
-        """Returns the cost of the dearest rank of a step over the mean of all ranks; 1 where nothing costs anything."""
-        costs = self.rank_costs(step)
-        mean = costs.mean()
-        return float(costs.max() / mean) if mean > 0 else 1.0
-
-    def imbalances(self) -> Floats:
-        """Returns `imbalance` of every step, float64 `[num_steps]`."""
-        return step_imbalances(self._samples, self._ranks, self._bounds, self._lengths, self.cost, self.world_size)[self._turn]
-
-    def step_sums(self, values: Floats | Ints) -> Floats:
-        """Returns the sum of a per-sample quantity over each global step, float64 `[num_steps]`, the same bits at every world size.
+    def step_sum(self, step: int, values: Floats | Ints) -> float:
+        """Returns the sum of a per-sample quantity over a global step; with `global_tokens` the same bits at every world size.
 
         Args:
+            step: number of the global step.
             values: one number per sample, `[N]`, such as the targets of each.
         """
-        if not self.num_steps:
-            return np.zeros(0)
-        sums: Floats = np.add.reduceat(np.asarray(values, np.float64)[self._samples], self._bounds[:-1])
-        return sums[self._turn]
+        return float(np.asarray(values)[self.step_samples(step)].sum(dtype=np.float64))
 
-    def summary(self) -> dict[str, float]:
-        """Returns the plan in numbers: steps, tokens and samples a rank and step, cost imbalance, dummies."""
-        tokens, imbalance = self.step_sums(self._lengths), self.imbalances()
-        samples = np.diff(self._bounds)
+    def imbalance(self, step: int) -> float:
+        """Returns the cost of the dearest rank of a step over the mean of all ranks; 1 where nothing costs anything."""
+        return _peak(self.rank_costs(step))
+
+    def imbalances(self, max_steps: int | None = None) -> Floats:
+        """Returns `imbalance` of every step, float64 `[num_steps]`, or of at most `max_steps` spread over the epoch."""
+        return np.array([self.imbalance(step) for step in self._spread(max_steps)], np.float64)
+
+    def _spread(self, max_steps: int | None) -> list[int]:
+        if max_steps is None or self.num_steps - self.first_step <= max_steps:
+            return list(range(self.first_step, self.num_steps))
+        # Runs of neighbours: each pool that is planned gives several.
+        run = max(1, min(16, max_steps))
+        starts = np.linspace(self.first_step, self.num_steps - run, max(1, max_steps // run)).astype(np.int64)
+        return sorted({int(start) + i for start in starts for i in range(run)})
+
+    def summary(self, max_steps: int | None = None) -> dict[str, float]:
+        """Returns the plan in numbers: steps, tokens and samples a rank and step, imbalances, dummies.
+
+        Args:
+            max_steps: look at so many steps at most, spread over the epoch; all otherwise, which plans every pool.
+        """
+        steps = self._spread(max_steps)
+        tokens = np.array([self.rank_tokens(step) for step in steps], np.int64).reshape(-1, self.world_size)
+        samples = np.array([self.rank_samples(step) for step in steps], np.int64).reshape(-1, self.world_size)
+        cost = self.imbalances(max_steps)
+        token = np.array([_peak(row) for row in tokens])
+        numbers: dict[str, float] = {"num_steps": self.num_steps, "num_samples": self.num_samples, "num_tokens": self.num_tokens}
+        for name, values in (("step_tokens", tokens.sum(1)), ("rank_tokens", tokens), ("rank_samples", samples)):
+            some = values if values.size else np.zeros(1, np.int64)
+            numbers |= {f"{name}_min": int(some.min()), f"{name}_mean": float(some.mean()), f"{name}_max": int(some.max())}
+        for name, peaks in (("imbalance", cost), ("token_imbalance", token)):
+            some = peaks if len(peaks) else np.ones(1)
+            numbers |= {f"{name}_mean": float(some.mean()), f"{name}_p99": float(np.quantile(some, 0.99)), f"{name}_max": float(some.max())}
         # A rank without samples takes a dummy.
-        dummies = sum(int((self.rank_samples(step) == 0).sum()) for step in range(self.num_steps))
-        some = self.num_steps > 0
-        return {
-            "num_steps": self.num_steps,
-            "num_samples": self.num_samples,
-            "num_tokens": self.num_tokens,
-            "step_tokens_min": float(tokens.min()) if some else 0.0,
-            "step_tokens_mean": float(tokens.mean()) if some else 0.0,
-            "step_tokens_max": float(tokens.max()) if some else 0.0,
-            "samples_per_rank_mean": float(samples.mean()) / self.world_size if some else 0.0,
-            "imbalance_mean": float(imbalance.mean()) if some else 1.0,
-            "imbalance_p99": float(np.quantile(imbalance, 0.99)) if some else 1.0,
-            "imbalance_max": float(imbalance.max()) if some else 1.0,
-            "num_dummies": dummies,
-        }
+        return {**numbers, "num_dummies": int((samples == 0).sum()), "num_steps_looked_at": len(steps)}
+
+
+def _peak(values: Floats | Ints) -> float:
+    mean = values.mean()
+    return float(values.max() / mean) if mean > 0 else 1.0
 
 
 def plan_epoch(
@@ -156,80 +194,72 @@ def plan_epoch(
     cost: Cost = (1.0, 0.0, 0.0),
     max_samples: int | None = None,
     bucket_steps: int = 1,
+    num_steps: int | None = None,
+    samples: ArrayLike | None = None,
+    first_step: int = 0,
+    pool_samples: int = 1 << 17,
 ) -> EpochPlan:
     """Returns the plan of one epoch: each sample in exactly one step on exactly one rank, and equal steps on all ranks.
 
-    The order is a permutation keyed by `(seed, epoch)`. It is cut into about `total / budget` global steps of about equal tokens, the last
-    one too; a sample that does not fit what is left of a step is among the first of the next. Inside a step the dearest sample comes first
-    and goes to the rank with the least cost so far. With `global_tokens` neither the steps nor the order of their samples depend on the
-    world size.
+    Blocks of neighbours (single samples up to half a million of them, which is a permutation) are shuffled by `(seed, epoch)` and make
+    pools of whole steps. Inside a pool samples are shuffled, and every step is a stratified draw of it: each sample is as likely in any
+    step, and all steps have about the same lengths, tokens and cost, the last one too. All ranks of a step get about the same lengths as
+    well. With `global_tokens` neither the steps nor the order of their samples depend on the world size; only the dealing does.
+
+    Memory stays at a few pools and some bytes a block, whatever the number of samples; `lengths` is read in place.
 
     Args:
         lengths: tokens of each sample, integers `[N]`.
         world_size: ranks (`W`).
-        max_tokens: most tokens of one rank in a step; the budget of a global step is `world_size * max_tokens`.
-        global_tokens: budget of a global step, for every world size; a `max_tokens` beside it is only checked.
+        max_tokens: most tokens of one rank in a step.
+        global_tokens: most tokens of a global step, for every world size; a `max_tokens` beside it is only checked.
         seed: seed of the shuffle.
         epoch: number of the epoch; another epoch has another order.
-        shuffle: false keeps the samples in order, for evaluation.
+        shuffle: false draws nothing: the same plan every epoch, pools in the order of the samples.
         cost: `(a, b, c)`; a sample of length L costs `a*L + b*L^2 + c`.
         max_samples: most samples of one rank in a step; default `max_tokens`, so that empty histories do not pile up. With
             `global_tokens` a step holds at most `global_tokens` samples, and `max_samples` is only checked.
-        bucket_steps: global steps that share one pool sorted by length; 1 is a pure shuffle, more packs like lengths together.
+        bucket_steps: global steps that share one list sorted by length; 1 mixes all lengths in each step, more packs like lengths together.
+        num_steps: make at least so many steps.
+        samples: plan these sample numbers only, integers; what earlier steps of the epoch have left, say.
+        first_step: number of the first step.
+        pool_samples: about how many samples are planned at once; twice as many where steps are large. Planning takes some 80 bytes each.
 
     Raises:
         ValueError: for a budget that is missing, below 1 or below the longest sample, for negative lengths, and, with `global_tokens`, for
             a step that no dealing fits under `max_tokens` or `max_samples`.
     """
-    sizes = np.ascontiguousarray(lengths, dtype=np.int64)
-    _check(sizes, world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost)
+    sizes = as_lengths(lengths)
+    chosen = None if samples is None else np.ascontiguousarray(samples, np.int64)
+    _check(sizes, world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost, num_steps, pool_samples)
+    rules = _build_rules(world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost)
+    planned = sizes if chosen is None else sizes[chosen]
+    layout = build_layout(planned, rules, seed, epoch, shuffle=shuffle, num_steps=num_steps or 0, pool_samples=pool_samples)
+    lengths_hash = layout.lengths_hash if chosen is None else hash_lengths(sizes)
+    return EpochPlan(sizes, chosen, rules, layout, seed, epoch, first_step, _fingerprint(lengths_hash, len(sizes), seed, shuffle))
+
+
+def as_lengths(lengths: ArrayLike) -> Ints:
+    """Returns lengths as the compiled code reads them: int64 and int32 in place, others as int64."""
+    sizes = np.asarray(lengths)
+    return sizes if sizes.dtype in (np.int64, np.int32) else np.ascontiguousarray(sizes, np.int64)
+
+
+def _build_rules(
+    world_size: int, max_tokens: int | None, global_tokens: int | None, max_samples: int | None, bucket_steps: int, cost: Cost
+) -> Rules:
+    price = (float(cost[0]), float(cost[1]), float(cost[2]))
     if global_tokens is not None:
-        budget, limit = global_tokens, global_tokens
-        cap_samples = NO_CAP if max_samples is None else max_samples
+        caps = (global_tokens, global_tokens, max_tokens or NO_CAP, max_samples or NO_CAP)
     else:
         assert max_tokens is not None
-        cap_samples = max_tokens if max_samples is None else max_samples
-        budget, limit = world_size * max_tokens, world_size * cap_samples
-    cap_tokens = NO_CAP if max_tokens is None else max_tokens
-    random = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, epoch % 2**64], np.uint64)))
-    order = random.permutation(len(sizes)) if shuffle else np.arange(len(sizes))
-    if bucket_steps > 1:
-        sort_pools(order, sizes, bucket_steps * budget, bucket_steps * limit)
-    price = (float(cost[0]), float(cost[1]), float(cost[2]))
-    caps = (budget, limit, cap_tokens, cap_samples)
-    samples, ranks, bounds = _even_walk(order, sizes, price, world_size, caps, may_carry=global_tokens is None)
-    num_steps = len(bounds) - 1
-    turn = random.permutation(num_steps) if shuffle and bucket_steps > 1 else np.arange(num_steps)
-    return EpochPlan(world_size, seed, epoch, price, len(sizes), int(sizes.sum()), sizes, samples, ranks, bounds, turn)
+        caps = (NO_CAP, NO_CAP, max_tokens, max_samples or max_tokens)
+    return Rules(world_size, bucket_steps, global_tokens is not None, *caps, price)
 
 
-def _even_walk(
-    order: Ints, lengths: Ints, cost: Cost, world_size: int, caps: tuple[int, int, int, int], *, may_carry: bool
-) -> tuple[Ints, Ints, Ints]:
-    budget, limit, cap_tokens, cap_samples = caps
-    total = int(lengths.sum())
-    num_steps = max(-(-total // budget), -(-len(lengths) // limit))
-    # Where the budget is all but exactly used, what found no place ends up in a small last step: then one more pass pays.
-    for _attempt in range(2):
-        samples, ranks, bounds, failed = walk(
-            order, lengths, cost, world_size, budget, limit, cap_tokens, cap_samples, may_carry, num_steps
-        )
-        if failed >= 0:
-            raise problem(
-                "A global step does not fit its ranks",
-                got=f"step {failed}: a sample finds no rank with room",
-                wanted=f"at most {cap_tokens} tokens and {cap_samples} samples on each of {world_size} ranks",
-                where="batching.global_tokens with max_tokens or max_samples",
-                todo="lower global_tokens, raise max_tokens and max_samples, or drop them: global_tokens needs no cap",
-            )
-        made = len(bounds) - 1
-        if made == num_steps or total == 0:
-            break
-        tokens = np.add.reduceat(lengths[samples], bounds[:-1])
-        if tokens.min() >= 0.9 * tokens.mean():
-            break
-        num_steps = made
-    return samples, ranks, bounds
+def _fingerprint(lengths_hash: int, num_samples: int, seed: int, shuffle: bool) -> str:
+    told = f"distrag plan 1: {lengths_hash} {num_samples} {seed} {shuffle}"
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def _check(
@@ -240,6 +270,8 @@ def _check(
     max_samples: int | None,
     bucket_steps: int,
     cost: Cost,
+    num_steps: int | None,
+    pool_samples: int,
 ) -> None:
     if lengths.ndim != 1:
         raise problem(
@@ -248,24 +280,13 @@ def _check(
     if max_tokens is None and global_tokens is None:
         raise problem("No token budget", got="neither", wanted="max_tokens or global_tokens", where="batching", todo="set one of them")
     whole = {"max_tokens": max_tokens, "global_tokens": global_tokens, "max_samples": max_samples, "bucket_steps": bucket_steps}
-    for name, value in {**whole, "world_size": world_size}.items():
+    for name, value in {**whole, "world_size": world_size, "num_steps": num_steps, "pool_samples": pool_samples}.items():
         if value is not None and value < 1:
             raise problem("A size is too small", got=value, wanted="at least 1", where=f"batching.{name}", todo=f"raise {name}")
-    if min(cost) < 0:
-        raise problem("A cost is negative", got=cost, wanted="a, b, c >= 0", where="plan_epoch(cost=)", todo="pass the encoder's cost")
-    if not len(lengths):
-        return
-    if lengths.min() < 0:
-        at = int(lengths.argmin())
-        raise problem("A length is negative", got=int(lengths[at]), wanted=">= 0", where=f"sample {at}", todo="pass lengths, not offsets")
-    budgets = {"max_tokens": max_tokens, "global_tokens": global_tokens}
-    budget, name = min((value, name) for name, value in budgets.items() if value is not None)
-    at = int(lengths.argmax())
-    if lengths[at] > budget:
+    if world_size > MAX_RANKS:
+        todo = f"plan for at most {MAX_RANKS:,} ranks"
+        raise problem("Too many ranks", got=world_size, wanted=f"at most {MAX_RANKS:,}", where="plan_epoch(world_size=)", todo=todo)
+    if not all(math.isfinite(part) and part >= 0 for part in cost):
         raise problem(
-            "A sample is longer than the token budget",
-            got=f"sample {at} has length {int(lengths[at])}, one of {int((lengths > budget).sum())} above the budget",
-            wanted=f"at most {budget} tokens",
-            where=f"batching.{name}",
-            todo=f"raise {name} to {int(lengths[at])} or more, or cut histories with data.max_len",
+            "A cost is negative or no number", got=cost, wanted="a, b, c >= 0", where="plan_epoch(cost=)", todo="pass the encoder's cost"
         )

@@ -1,4 +1,4 @@
-"""The planned epoch as a torch sampler: this rank's sample numbers, step by step."""
+"""The planned epoch as a torch sampler: this rank's sample numbers, step by step, and the state that continues it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from distrag.batching.plan import Cost, EpochPlan, plan_epoch
+from distrag.batching.plan import Cost, EpochPlan, as_lengths, plan_epoch
+from distrag.problem import problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from distrag.batching.compiled import Ints
 
 
 class StepSamples(list[int]):
@@ -35,18 +38,20 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
     calls it; a loop of your own has to.
 
     Args:
-        dataset: what is sampled: an array of lengths `[N]`, or anything with `.lengths`, such as a View or a Store.
+        dataset: what is sampled: an array of lengths `[N]`, or anything with `.lengths`, such as a View or a Store. One with `.at_epoch`
+            is asked for the lengths of each epoch.
         max_tokens: most tokens of one rank in a step.
         global_tokens: budget of a global step, for every number of ranks; see `plan_epoch`.
         num_replicas: ranks; otherwise those of the process group, or 1 without one.
         rank: this rank; otherwise that in the process group, or 0 without one.
-        shuffle: false keeps the samples in order.
+        shuffle: false draws nothing: the same plan in every epoch.
         seed: seed of the shuffle, the same on all ranks.
         max_samples: most samples of one rank in a step; otherwise `max_tokens`.
-        bucket_steps: global steps that share one pool sorted by length.
+        bucket_steps: global steps that share one list sorted by length.
         cost: `(a, b, c)`; a sample of length L costs `a*L + b*L^2 + c`, balanced over the ranks.
-        counts: what each sample adds to the count of its loss, `[N]`, such as `collate.counts(view)`; then the lists carry the count of
-            their global step. It is NaN otherwise, so that nobody divides by a guess.
+        counts: what each sample adds to the count of its loss, `[N]`, such as `collate.counts(view)`, or a function that gives it for the
+            data set of an epoch; then the lists carry the count of their global step. It is NaN otherwise: nobody divides by a guess.
+        content_hash: hash of the data, such as `store.content_hash`; goes into the state, and another one is refused.
 
     Raises:
         ValueError: for a rank outside the ranks, or a budget that does not fit the lengths.
@@ -66,9 +71,10 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
         bucket_steps: int = 1,
         cost: Cost = (1.0, 0.0, 0.0),
         counts: Any = None,
+        content_hash: str = "",
     ) -> None:
-        self.lengths = np.ascontiguousarray(getattr(dataset, "lengths", dataset), np.int64)
-        sized: Any = self.lengths  # what has lengths need not have a length
+        self._source = dataset
+        sized: Any = range(len(_lengths(dataset, 0)))  # what has lengths need not have a length
         try:
             super().__init__(sized, num_replicas, rank, shuffle, seed)
         except (RuntimeError, ValueError):
@@ -76,36 +82,65 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
             if num_replicas is not None and rank is not None:
                 raise
             super().__init__(sized, num_replicas or 1, rank or 0, shuffle, seed)
-        self.dataset, self.total_size = dataset, len(self.lengths)
+        self.dataset, self.total_size = dataset, len(sized)
         self._options: dict[str, Any] = {
+            "world_size": self.num_replicas,
             "max_tokens": max_tokens,
             "global_tokens": global_tokens,
             "max_samples": max_samples,
             "bucket_steps": bucket_steps,
-            "cost": cost,
+            "cost": tuple(float(part) for part in cost),
         }
-        self._counts = None if counts is None else np.asarray(counts, np.float64)
+        self._counts, self._content_hash = counts, content_hash
         self._start = 0
+        self._before: list[dict[str, Any]] = []  # parts of this epoch that other ranks or budgets have trained
         self._plan = self._build_plan()
 
     def _build_plan(self) -> EpochPlan:
-        plan = plan_epoch(
-            self.lengths, world_size=self.num_replicas, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle, **self._options
+        self.lengths: Ints = _lengths(self._source, self.epoch)
+        left = self._left()
+        first = self._before[-1]["until"] if self._before else 0
+        return self._plan_by(self._options, left, first)
+
+    def _plan_by(self, options: dict[str, Any], samples: Ints | None, first_step: int) -> EpochPlan:
+        return plan_epoch(
+            self.lengths, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle, samples=samples, first_step=first_step, **options
         )
-        self.num_samples = plan.num_samples_of(self.rank)
-        return plan
+
+    def _left(self) -> Ints | None:
+        """Returns the samples that the parts before have left, int64, or None for all: from plans, not from a log."""
+        left, first = None, 0
+        for part in self._before:
+            plan = self._plan_by(part["options"], left, first)
+            used = np.zeros(len(self.lengths), np.bool_)
+            for step in range(first, min(part["until"], plan.num_steps)):
+                used[plan.step_samples(step)] = True
+            left = np.flatnonzero(~used) if left is None else left[~used[left]]
+            first = part["until"]
+        return left
 
     @property
     def plan(self) -> EpochPlan:
-        """The plan of the current epoch; made once an epoch, and once for all where nothing is shuffled."""
-        if self.shuffle and self._plan.epoch != self.epoch:
+        """The plan of the current epoch; made once an epoch, and once for all where nothing is drawn."""
+        if self._plan.epoch != self.epoch and (self.shuffle or hasattr(self._source, "at_epoch")):
             self._plan = self._build_plan()
         return self._plan
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of this rank in what is left of the epoch; walks the plan."""
+        if not hasattr(self, "_plan"):  # the parent class asks while it is made
+            return self._equal_share
+        return sum(len(self.plan.samples(step, self.rank)) for step in range(self._start, self.plan.num_steps))
+
+    @num_samples.setter
+    def num_samples(self, value: int) -> None:
+        self._equal_share = value
+
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration; another epoch starts at its first step."""
+        """Sets the epoch of the next iteration; another epoch starts at its first step and is whole."""
         if epoch != self.epoch:
-            self._start = 0
+            self._start, self._before = 0, []
         super().set_epoch(epoch)
 
     @property
@@ -119,19 +154,74 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         plan, epoch = self.plan, self.epoch
-        tokens = plan.step_sums(self.lengths)
-        counts = np.full(plan.num_steps, np.nan) if self._counts is None else plan.step_sums(self._counts)
+        counts = self._counts(at_epoch(self._source, epoch)) if callable(self._counts) else self._counts
         for step in range(self._start, plan.num_steps):
-            samples = plan.samples(step, self.rank).tolist()
-            yield StepSamples(samples, step, epoch, float(counts[step]), int(tokens[step]))
+            count = math.nan if counts is None else plan.step_sum(step, counts)
+            yield StepSamples(plan.samples(step, self.rank).tolist(), step, epoch, count, plan.step_tokens(step))
 
-    def state_dict(self, steps_done: int) -> dict[str, int]:
-        """Returns what resumes the epoch: the seed, the epoch and the steps that were trained, not those that were read ahead."""
-        return {"seed": self.seed, "epoch": self.epoch, "steps_done": steps_done}
+    def state_dict(self, steps_done: int) -> dict[str, Any]:
+        """Returns what continues the epoch, small and JSON-able: seed, epoch, steps done, fingerprints, and by which ranks and budget.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Makes the next iteration continue after `steps_done`; at the end of an epoch nothing is left until `set_epoch`."""
+        Args:
+            steps_done: steps of this epoch that were trained, not those that were read ahead.
+        """
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "steps_done": steps_done,
+            "fingerprint": self.plan.fingerprint,
+            "content_hash": self._content_hash,
+            "parts": [*self._before, {"options": self._options, "until": steps_done}],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next iteration continue after `steps_done`, and after the end of an epoch with the next one.
+
+        On the ranks and budget of the state the remaining steps come bit for bit; so they do on any number of ranks under the same
+        `global_tokens`. On others the rest of the epoch is planned anew over exactly the samples that no step has used, and its steps are
+        numbered on.
+
+        Raises:
+            ValueError: the state is of other data, naming both hashes.
+        """
+        self._check_data("The data is not that of the state", state.get("content_hash", ""), self._content_hash)
         self.seed = state["seed"]
-        self.set_epoch(state["epoch"])
+        self._start, self._before = 0, []
+        super().set_epoch(state["epoch"])
+        done, parts = int(state["steps_done"]), [{**part, "options": _options(part["options"])} for part in state.get("parts", [])]
+        if parts and _composes_alike(parts[-1]["options"], self._options):
+            parts.pop()
+        self._before = [part for part in parts if done]
         self._plan = self._build_plan()
-        self._start = min(state["steps_done"], self._plan.num_steps)
+        self._check_data("The lengths are not those of the state", state.get("fingerprint", ""), self._plan.fingerprint)
+        self._start = done
+        if done >= self._plan.num_steps and len(self.lengths):
+            self.set_epoch(state["epoch"] + 1)
+
+    def _check_data(self, what: str, got: str, wanted: str) -> None:
+        if got and wanted and got != wanted:
+            todo = "resume on the data of the state, or start afresh: which samples were used cannot be told for other data"
+            raise problem(what, got=f"hash {got} in the state", wanted=f"hash {wanted}, of the data at hand", where="resume", todo=todo)
+
+
+def at_epoch(dataset: Any, epoch: int) -> Any:
+    """Returns what a data set is in an epoch: itself, unless it draws its windows anew."""
+    return dataset.at_epoch(epoch) if hasattr(dataset, "at_epoch") else dataset
+
+
+def _lengths(dataset: Any, epoch: int) -> Ints:
+    of_epoch = at_epoch(dataset, epoch)
+    return as_lengths(getattr(of_epoch, "lengths", of_epoch))
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options as they were before JSON made lists of tuples."""
+    return {**options, "cost": tuple(options["cost"])}
+
+
+def _composes_alike(options: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Returns whether both make the same global steps: with a global budget neither ranks nor cost nor their caps have a say."""
+    keys = ["global_tokens", "bucket_steps"]
+    if options["global_tokens"] is None:
+        keys += ["world_size", "max_tokens", "max_samples", "cost", "num_nodes"]
+    return all(options.get(key) == others.get(key) for key in keys)

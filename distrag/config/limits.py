@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from distrag.config.sections import RunConfig
+from distrag.data.windows import POLICIES
 from distrag.embedding.config import SHARDINGS, TABLE_OPTIMIZERS
 from distrag.problem import problem
 
@@ -40,6 +41,8 @@ INT32 = 2**31 - 1
 _ANY = Range(-INT32, INT32)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "task": ("next_item", "conversion"),
+    "batching.locality": ("global", "node"),
+    "data.truncate": POLICIES,
     "model.join": ("concat", "sum"),
     "optim.name": ("adam", "adamw"),
     "optim.schedule": ("constant", "cosine"),
@@ -53,6 +56,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 # Upper ends are far above what is of use and below what overflows or fills a machine.
 _RANGES: dict[str, Range] = {
     "data.max_len": Range(1, 1_000_000),
+    "data.mean_cost_share": Range(0, 1, open_low=True),
     "data.split.valid_share": Range(0, 1),
     "data.split.test_share": Range(0, 1),
     "data.split.seed": Range(0, INT32),
@@ -92,9 +96,10 @@ _RANGES: dict[str, Range] = {
     "train.eval_ks": Range(1, INT32),
     "train.patience": Range(0, INT32),
     "train.seed": Range(0, INT32),
+    "train.save_every": Range(0, INT32),
     "train.timeout_s": Range(0, 1e7, open_low=True),
 }
-_PATHS = ("data.path", "train.run_dir")
+_PATHS = ("data.path", "data.cache", "train.run_dir")
 
 
 def check_config(config: RunConfig) -> RunConfig:
@@ -113,6 +118,7 @@ def check_config(config: RunConfig) -> RunConfig:
             raise problem("A choice that does not exist", got=_get(config, key), wanted=allowed, where=key, todo=f"choose one for --{key}")
     check_ks(config.train.eval_ks, "train.eval_ks")
     _check_budget(config)
+    _check_locality(config)
     _check_features(config)
     _check_metric(config)
     if not config.train.run_dir:
@@ -189,6 +195,20 @@ def _check_budget(config: RunConfig) -> None:
         raise problem(
             "The token budget is smaller than one sequence", got=budget, wanted=f"at least {config.data.max_len}", where=where, todo=todo
         )
+
+
+def _check_locality(config: RunConfig) -> None:
+    if config.batching.locality == "global":
+        return
+    if config.batching.global_tokens:
+        todo = "set --batching.max_tokens and --batching.global_tokens=null, or --batching.locality=global"
+        got = f"global_tokens {config.batching.global_tokens} with locality node"
+        wanted = "max_tokens: which samples form a step depends on the nodes"
+        raise problem("Steps cannot be the same for every number of nodes", got=got, wanted=wanted, where="batching", todo=todo)
+    if config.data.split.kind == "time":
+        todo = "set --data.split.kind to leave_one_out or row, or --batching.locality=global"
+        wanted = "a split by row numbers and lengths alone: a node reads no times of other nodes' rows"
+        raise problem("The split would read every row", got="time with locality node", wanted=wanted, where="data.split.kind", todo=todo)
 
 
 def _check_features(config: RunConfig) -> None:

@@ -13,6 +13,7 @@ import docstring_parser
 
 from distrag.batching.config import BatchingConfig
 from distrag.data.config import DataConfig
+from distrag.data.remote import is_url
 from distrag.embedding.config import TablesConfig
 from distrag.encoder import ENCODERS
 from distrag.loss import LOSSES
@@ -69,6 +70,9 @@ class TrainConfig:
         device: auto, cpu or cuda.
         timeout_s: how long a collective may wait for another rank, in seconds.
         tensorboard: write TensorBoard events.
+        save_every: steps between saves of the last state, checkpoints/last; 0 saves at the end of each epoch.
+        resume: go on with the run in run_dir from its checkpoints/last, on as many ranks as there are now; without one start anew.
+        log_samples: write the sample numbers of every step to samples/rank-<r>.jsonl.
     """
 
     run_dir: str = "runs/run"
@@ -85,6 +89,9 @@ class TrainConfig:
     device: str = "auto"
     timeout_s: float = 300.0
     tensorboard: bool = True
+    save_every: int = 0
+    resume: bool = False
+    log_samples: bool = False
 
 
 def _section(title: str, table: Mapping[str, Any]) -> type[Any]:
@@ -189,7 +196,7 @@ def choose_loss(config: RunConfig) -> tuple[str, Any, Any]:
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Returns the config as nested plain values, as YAML holds it, that read back to the same run from any folder, whatever the defaults.
 
-    Encoder and loss are named with all their own settings and no others; `data.path` is absolute.
+    Encoder and loss are named with all their own settings and no others; paths of `data` are absolute.
 
     Raises:
         ValueError: no such encoder or loss, or a loss of another task.
@@ -198,8 +205,9 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     plain = {**dataclasses.asdict(config), "loss": {"name": name, **dataclasses.asdict(settings)}}
     encoder: Any = config.encoder
     plain["encoder"] = {"name": encoder.name, **dataclasses.asdict(choose_encoder(config)[1])}
-    if config.data.path:
-        plain["data"]["path"] = str(Path(config.data.path).absolute())
+    for key, path in (("path", config.data.path), ("cache", config.data.cache)):
+        if path and not is_url(path):
+            plain["data"][key] = str(Path(path).absolute())
     return {key: _plain(value) for key, value in plain.items()}
 
 

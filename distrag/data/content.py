@@ -34,15 +34,33 @@ def arrow_schema(schema: Schema) -> pa.Schema:
     return pa.schema(entries)
 
 
+def vocabulary_name(table: str) -> str:
+    """Returns the file of the raw values of `table` inside a store."""
+    return f"vocab/{quote(table, safe='')}.arrow"
+
+
 def vocabulary_path(path: Path, table: str) -> Path:
     """Returns where the raw values of `table` are kept."""
-    return path / "vocab" / f"{quote(table, safe='')}.arrow"
+    return path / vocabulary_name(table)
 
 
 def read_vocabulary(path: Path, table: str) -> pa.Array:
     """Returns the raw values of `table`, memory-mapped, ascending."""
     with pa.ipc.open_file(pa.memory_map(str(vocabulary_path(path, table)))) as reader:
         return reader.get_batch(0).column(0)
+
+
+def column_bytes(file: Path) -> dict[str, tuple[int, int, int]]:
+    """Returns first byte in the file, bytes of a value, and values of `offsets` and of each column of `samples.arrow`; reads no column."""
+    whole = pa.memory_map(str(file)).read_buffer()
+    with pa.ipc.open_file(pa.BufferReader(whole)) as reader:
+        batch = reader.get_batch(0)
+    history = batch.column("history")
+    struct = history.type.value_type
+    arrays = {f"history:{struct.field(i).name}": history.values.field(i) for i in range(struct.num_fields)}
+    arrays |= dict(zip(batch.schema.names[1:], batch.columns[1:], strict=True))
+    found = {name: (array.buffers()[1].address - whole.address, array.type.bit_width // 8, len(array)) for name, array in arrays.items()}
+    return {"offsets": (history.buffers()[1].address - whole.address, 8, len(history) + 1), **found}
 
 
 def content_hash(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distrag.data.policies import MEAN_COST_SHARE, PolicyCut, policy_cuts
 from distrag.data.store import open_store
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class LengthProfile:
         padded_waste: if every history is cut to its newest P positions and padded to P, the share of the `N x P` rectangle that is padding,
             for P at the quantile named; 0 when P is 0.
         cuts: what each `max_len` would leave out.
+        policies: what each way to cut keeps at the suggested `max_len`.
         suggestion: settings to start from.
     """
 
@@ -76,6 +78,7 @@ class LengthProfile:
     quantiles: dict[str, int]
     padded_waste: dict[str, float]
     cuts: tuple[Cut, ...]
+    policies: tuple[PolicyCut, ...]
     suggestion: Suggestion
 
 
@@ -91,6 +94,7 @@ def length_profile(store: Store, max_lens: Sequence[int] = MAX_LENS) -> LengthPr
     quantiles = {name: round(float(np.percentile(lengths, q))) for name, q in QUANTILES.items()}
     longest = quantiles["max"]
     asked = [m for i, m in enumerate(sorted(max_lens)) if i == 0 or sorted(max_lens)[i - 1] < longest]
+    suggestion = _suggest(counts, quantiles["p99"])
     return LengthProfile(
         num_samples=len(lengths),
         num_positions=store.num_positions,
@@ -99,7 +103,8 @@ def length_profile(store: Store, max_lens: Sequence[int] = MAX_LENS) -> LengthPr
         quantiles=quantiles,
         padded_waste={name: _waste(counts, quantiles[name]) for name in ("p95", "p99", "max")},
         cuts=tuple(_cut(counts, m) for m in asked),
-        suggestion=_suggest(counts, quantiles["p99"]),
+        policies=policy_cuts(lengths, suggestion.max_len),
+        suggestion=suggestion,
     )
 
 
@@ -166,11 +171,23 @@ def _print(found: dict[str, Any]) -> None:
     _print_table("share of padding if all histories were padded to", list(waste), [[f"{share:.1%}" for share in waste.values()]])
     cuts = [[f"{c['max_len']:,}", f"{c['share_positions']:.2%}", f"{c['share_samples']:.2%}"] for c in lengths["cuts"]]
     _print_table("cut by max_len", ["max_len", "positions", "samples"], cuts)
+    _print_policies(lengths["policies"], advice["max_len"])
     columns = ["name", "place", "kind", "dtype", "table", "num_unknown", "num_null"]
     _print_table("features", columns, [[_cell(f[c]) for c in columns] for f in found["features"]])
     tables = [[t["name"], t["kind"], f"{t['num_rows']:,}", ", ".join(t["features"]), f"{t['num_unknown']:,}"] for t in found["tables"]]
     _print_table("tables", ["name", "kind", "num_rows", "features", "num_unknown"], tables)
     print(f"to start from: data.max_len {advice['max_len']}, batching.max_tokens {advice['max_tokens']}, buckets {list(advice['buckets'])}")
+
+
+def _print_policies(policies: list[dict[str, Any]], max_len: int) -> None:
+    rows = []
+    for p in policies:
+        name = f"{p['truncate']}, half of {p['cost']}" if p["cost"] else p["truncate"]
+        tau = "" if p["tau"] is None else f"{p['tau']:.1f}"
+        shares = [f"{p[key]:.2%}" for key in ("share_cut", "linear_share", "quadratic_share")]
+        rows.append([name, f"{p['num_kept']:,.0f}", f"{p['num_cut']:,.0f}", *shares, tau])
+    title = f"cut by data.truncate at max_len {max_len} (stochastic: expected, data.mean_cost_share {MEAN_COST_SHARE})"
+    _print_table(title, ["truncate", "kept", "cut", "share cut", "cost of L", "cost of L^2", "tau"], rows)
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -95,6 +95,7 @@ class Schema:
         content_hash: blake2b of columns, vocabularies and the fields that give them meaning.
         format_version: layout of the store.
         num_bytes: size of `samples.arrow`; a truncated copy is found by it.
+        blocks_hash: sha256 of `blocks.json`, by which a copy from elsewhere is checked; empty in stores that were prepared without it.
     """
 
     history: tuple[Feature, ...]
@@ -109,6 +110,7 @@ class Schema:
     content_hash: str = ""
     format_version: int = FORMAT_VERSION
     num_bytes: int = 0
+    blocks_hash: str = ""
 
     def feature(self, name: str) -> Feature:
         """Returns the feature called `name`, per position or per sample.
@@ -151,7 +153,7 @@ def id_dtype(num_rows: int) -> str:
 
 def meaning(schema: Schema) -> dict[str, Any]:
     """Returns the part of a schema that belongs to the content hash: no provenance, no sizes of files."""
-    skip = ("provenance", "content_hash", "num_bytes")
+    skip = ("provenance", "content_hash", "num_bytes", "blocks_hash")
     return {name: value for name, value in asdict(schema).items() if name not in skip}
 
 
@@ -165,20 +167,29 @@ def load_schema(path: Path) -> Schema:
     """Returns the schema written at `path`.
 
     Raises:
-        ValueError: when the file is no YAML mapping, was written by another format version, or has unknown or missing fields.
+        ValueError: as `parse_schema` does.
+    """
+    return parse_schema(path.read_bytes(), str(path))
+
+
+def parse_schema(text: bytes, where: str) -> Schema:
+    """Returns the schema that `save_schema` wrote as `text`.
+
+    Raises:
+        ValueError: when it is no YAML mapping, was written by another format version, or has unknown or missing fields.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.safe_load(text.decode("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise problem("Not readable as YAML", got=str(error).replace("\n", " "), wanted="a schema", where=path, todo=_AGAIN) from error
+        raise problem("Not readable as YAML", got=str(error).replace("\n", " "), wanted="a schema", where=where, todo=_AGAIN) from error
     if not isinstance(raw, dict):
-        raise problem("Not a schema", got=type(raw).__name__, wanted="a mapping", where=path, todo=_AGAIN)
+        raise problem("Not a schema", got=type(raw).__name__, wanted="a mapping", where=where, todo=_AGAIN)
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
-        raise problem("Another format version", got=version, wanted=FORMAT_VERSION, where=path, todo=_AGAIN)
+        raise problem("Another format version", got=version, wanted=FORMAT_VERSION, where=where, todo=_AGAIN)
     for name, kind in (("history", Feature), ("context", Feature), ("tables", Table)):
-        raw[name] = tuple(_from_mapping(kind, entry, f"{path}, {name}") for entry in raw.get(name) or ())
-    schema: Schema = _from_mapping(Schema, raw, str(path))
+        raw[name] = tuple(_from_mapping(kind, entry, f"{where}, {name}") for entry in raw.get(name) or ())
+    schema: Schema = _from_mapping(Schema, raw, where)
     return schema
 
 

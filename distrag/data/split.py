@@ -1,4 +1,4 @@
-"""Which window of which row is a sample's history, and which event comes next: splits as index arithmetic over offsets."""
+"""Which events of which row are a sample's history, and which event comes next: splits as index arithmetic over offsets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from distrag.data.counter import uniform
+from distrag.data.windows import Truncate, check_cut, cut, find_tau
+from distrag.data.windows import View as View
 from distrag.problem import problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from distrag.data.stochastic import Cost
     from distrag.data.store import Store
 
 Part = Literal["train", "valid", "test"]
@@ -43,37 +47,18 @@ class SplitConfig:
     time_test: int | None = None
 
 
-@dataclass(frozen=True)
-class View:
-    """Samples of one part as windows of the store; nothing is copied from it.
-
-    Attributes:
-        rows: int64 `[n]`, row of the store.
-        begin: int64 `[n]`, index of the oldest event of the history in the per-position arrays.
-        end: int64 `[n]`, one past its newest event.
-        next: int64 `[n]`, index of the event that follows the history; -1 where there is none to predict.
-        first: int64 `[n]`, index of the first event of the row; `[first, end)` has been seen.
-        num_cut: events left out of the histories because they are older than the newest `max_len`.
-    """
-
-    rows: NDArray[np.int64]
-    begin: NDArray[np.int64]
-    end: NDArray[np.int64]
-    next: NDArray[np.int64]
-    first: NDArray[np.int64]
-    num_cut: int
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Events of each history, int64 `[n]`."""
-        return self.end - self.begin
-
-    def __len__(self) -> int:
-        """Samples."""
-        return len(self.rows)
-
-
-def build_views(store: Store, split: SplitConfig, *, task: Task, max_len: int, fold_valid: bool = False) -> dict[Part, View]:
+def build_views(
+    store: Store,
+    split: SplitConfig,
+    *,
+    task: Task,
+    max_len: int,
+    fold_valid: bool = False,
+    truncate: Truncate = "newest",
+    mean_cost_share: float = 0.5,
+    cost: Cost = (1.0, 0.0, 0.0),
+    seed: int = 0,
+) -> dict[Part, View]:
     """Returns the samples of train, valid and test.
 
     `next_item`: a history is followed by the event to predict. A train sample holds all train events of a row but the last, which is its
@@ -83,68 +68,88 @@ def build_views(store: Store, split: SplitConfig, *, task: Task, max_len: int, f
 
     `conversion`: the history is the whole row and the label is the target; split by `row` or by a per-sample `time`.
 
+    Histories longer than `max_len` are cut as `truncate` says, see `DataConfig`. A train window that ends earlier than its history has the
+    event right after it as `next`; valid and test keep the event they hold out. Where windows are drawn, train is that of epoch 0, and
+    its `at_epoch` gives the others.
+
     Args:
         store: opened store.
         split: how to divide.
         task: what is predicted.
-        max_len: longest history; the newest events are kept.
+        max_len: longest history.
         fold_valid: whether train also holds what valid predicts, for a last fit once valid has chosen how long to train.
+        truncate: which events of a longer history are kept.
+        mean_cost_share: for `stochastic`: wanted mean cost of a train sample over that of `newest`.
+        cost: for `stochastic`: `(a, b, c)`; a history of length L costs `a*L + b*L^2 + c`.
+        seed: of the windows that are drawn.
 
     Raises:
-        ValueError: when the split does not fit the task or the store, or a share or `max_len` is out of range.
+        ValueError: when the split does not fit the task or the store, a share or `max_len` is out of range, or no cut is so cheap.
     """
-    _check(split, task, max_len)
+    _check(split, task)
+    check_cut(truncate, max_len, mean_cost_share)
+    whole, tau = _build_whole(store, split, task, fold_valid), 0.0
+    if truncate == "stochastic":
+        # Of train alone, with valid folded in too: a refit is to train by the law that valid has chosen the best step of.
+        alone = _build_whole(store, split, task, False) if fold_valid else whole
+        tau = find_tau(alone["train"], max_len, cost, mean_cost_share)
+    held_out: Truncate = "oldest" if truncate == "oldest" else "newest"
+    views: dict[Part, View] = {"train": cut(whole["train"], truncate, max_len, seed=seed, tau=tau, follows=True)}
+    return views | {part: cut(whole[part], held_out, max_len) for part in PARTS[1:]}
+
+
+def _build_whole(store: Store, split: SplitConfig, task: Task, fold_valid: bool) -> dict[Part, View]:
+    """Returns the samples of each part with their whole histories."""
     if task == "conversion":
-        return _conversion(store, split, max_len, fold_valid)
+        return _conversion(store, split, fold_valid)
     if split.kind == "leave_one_out":
-        return _leave_one_out(store, max_len, fold_valid)
-    build = _next_by_time if split.kind == "time" else _next_by_row
-    return build(store, split, max_len, fold_valid)
+        return _leave_one_out(store, fold_valid)
+    return (_next_by_time if split.kind == "time" else _next_by_row)(store, split, fold_valid)
 
 
 def row_parts(num_rows: int, split: SplitConfig) -> NDArray[np.int8]:
     """Returns the part of each row, int8 `[num_rows]` (0 train, 1 valid, 2 test), by a counter hash of the row number alone."""
-    u = _uniform(np.arange(num_rows, dtype=np.uint64), split.seed)
+    u = uniform(np.arange(num_rows), split.seed)
     return np.where(u < split.test_share, 2, np.where(u < split.test_share + split.valid_share, 1, 0)).astype(np.int8)
 
 
-def _leave_one_out(store: Store, max_len: int, fold_valid: bool) -> dict[Part, View]:
+def _leave_one_out(store: Store, fold_valid: bool) -> dict[Part, View]:
     starts, n = store.offsets[:-1], store.lengths
     enough = np.flatnonzero(n >= 3)
     stops = starts[enough] + n[enough]
     return {
-        "train": _train(np.arange(len(n)), starts, np.where(n >= 3, n - 2 + fold_valid, n), max_len),
-        "valid": _view(enough, starts[enough], stops - 2, stops - 2, max_len),
-        "test": _view(enough, starts[enough], stops - 1, stops - 1, max_len),
+        "train": _train(np.arange(len(n)), starts, np.where(n >= 3, n - 2 + fold_valid, n)),
+        "valid": _view(enough, starts[enough], stops - 2, stops - 2),
+        "test": _view(enough, starts[enough], stops - 1, stops - 1),
     }
 
 
-def _next_by_row(store: Store, split: SplitConfig, max_len: int, fold_valid: bool) -> dict[Part, View]:
+def _next_by_row(store: Store, split: SplitConfig, fold_valid: bool) -> dict[Part, View]:
     starts, n = store.offsets[:-1], store.lengths
     part = np.where(n >= 2, row_parts(len(n), split), 0)
     rows = [np.flatnonzero(part == i) for i in range(3)]
     fitted = np.flatnonzero(part <= fold_valid)
-    views: dict[Part, View] = {"train": _train(fitted, starts[fitted], n[fitted], max_len)}
+    views: dict[Part, View] = {"train": _train(fitted, starts[fitted], n[fitted])}
     for name, chosen in zip(PARTS[1:], rows[1:], strict=True):
         last = starts[chosen] + n[chosen] - 1
-        views[name] = _view(chosen, starts[chosen], last, last, max_len)
+        views[name] = _view(chosen, starts[chosen], last, last)
     return views
 
 
-def _next_by_time(store: Store, split: SplitConfig, max_len: int, fold_valid: bool) -> dict[Part, View]:
+def _next_by_time(store: Store, split: SplitConfig, fold_valid: bool) -> dict[Part, View]:
     name = _time_column(split, [f.name for f in store.schema.history if f.kind == "time"], "per-position")
     times, starts, stops = store.position(name), store.offsets[:-1], store.offsets[1:]
     _check_sorted(store, times, name)
     cuts = _cuts(times, split)
     before = [starts + _count_before(times, store.offsets, cut) for cut in cuts]
-    views: dict[Part, View] = {"train": _train(np.arange(len(starts)), starts, before[int(fold_valid)] - starts, max_len)}
+    views: dict[Part, View] = {"train": _train(np.arange(len(starts)), starts, before[int(fold_valid)] - starts)}
     for part, at, until in (("valid", before[0], before[1]), ("test", before[1], stops)):
         rows = np.flatnonzero(until > at)
-        views["valid" if part == "valid" else "test"] = _view(rows, starts[rows], at[rows], at[rows], max_len)
+        views["valid" if part == "valid" else "test"] = _view(rows, starts[rows], at[rows], at[rows])
     return views
 
 
-def _conversion(store: Store, split: SplitConfig, max_len: int, fold_valid: bool) -> dict[Part, View]:
+def _conversion(store: Store, split: SplitConfig, fold_valid: bool) -> dict[Part, View]:
     if split.kind == "time":
         name = _time_column(split, [f.name for f in store.schema.context if f.kind == "time"], "per-sample")
         times = store.context(name)
@@ -155,30 +160,17 @@ def _conversion(store: Store, split: SplitConfig, max_len: int, fold_valid: bool
     views: dict[Part, View] = {}
     for i, name_of_part in enumerate(PARTS):
         rows = np.flatnonzero(part <= fold_valid if i == 0 else part == i)
-        views[name_of_part] = _view(rows, store.offsets[rows], store.offsets[rows + 1], np.full(len(rows), -1, np.int64), max_len)
+        views[name_of_part] = _view(rows, store.offsets[rows], store.offsets[rows + 1], np.full(len(rows), -1, np.int64))
     return views
 
 
-def _train(rows: NDArray[np.int64], starts: NDArray[np.int64], events: NDArray[np.int64], max_len: int) -> View:
+def _train(rows: NDArray[np.int64], starts: NDArray[np.int64], events: NDArray[np.int64]) -> View:
     end = starts + np.maximum(events - 1, 0)
-    return _view(rows, starts, end, np.where(events >= 2, end, -1), max_len)
+    return _view(rows, starts, end, np.where(events >= 2, end, -1))
 
 
-def _view(rows: NDArray[np.int64], starts: NDArray[np.int64], end: NDArray[np.int64], following: NDArray[np.int64], max_len: int) -> View:
-    begin = np.maximum(starts, end - max_len)
-    return View(rows, begin, end, following, starts, int((begin - starts).sum()))
-
-
-def _uniform(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
-    # splitmix64's finaliser over a counter: any row can be computed alone, and the first rows do not change when rows are appended.
-    with np.errstate(over="ignore"):
-        z = numbers + np.uint64(1) + np.uint64((seed * 0x9E3779B97F4A7C15) % (1 << 64))
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
-        z = z ^ (z >> np.uint64(31))
-        for shift, factor in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
-            z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def _view(rows: NDArray[np.int64], starts: NDArray[np.int64], end: NDArray[np.int64], following: NDArray[np.int64]) -> View:
+    return View(rows, starts, end, following, starts, 0)
 
 
 def _count_before(times: NDArray[np.int64], offsets: NDArray[np.int64], cut: int) -> NDArray[np.int64]:
@@ -229,12 +221,10 @@ def _check_sorted(store: Store, times: NDArray[np.int64], name: str) -> None:
         )
 
 
-def _check(split: SplitConfig, task: str, max_len: int) -> None:
+def _check(split: SplitConfig, task: str) -> None:
     def refuse(what: str, got: Any, wanted: str, key: str, todo: str) -> None:
         raise problem(what, got=got, wanted=wanted, where=key, todo=todo)
 
-    if max_len < 1:
-        refuse("Histories would be empty", max_len, "at least 1", "data.max_len", "give the number of newest events to keep")
     if task not in ("next_item", "conversion"):
         refuse("Unknown task", task, "next_item or conversion", "task", "choose one of them")
     if split.kind not in ("leave_one_out", "time", "row"):

@@ -17,7 +17,9 @@ import pyarrow as pa
 from distrag.data.checks import AGAIN, check_columns, check_offsets, check_size, check_vocabulary
 from distrag.data.checks import verify as verify_content
 from distrag.data.content import SAMPLES, read_vocabulary
+from distrag.data.remote import is_url
 from distrag.data.schema import SCHEMA_FILE, Schema, load_schema, named
+from distrag.data.stage import DEFAULT_CACHE, Stage, read_staged
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -34,12 +36,15 @@ class Store:
         path: folder of the store.
         schema: what the columns mean.
         offsets: int64 `[N+1]`, where each row starts in the per-position arrays.
+        held: int64 `[K, 2]`, ascending spans of the rows whose values may be read; None holds all. Of the other rows only the lengths are
+            known: they keep their numbers and their places in the columns, but what stands there is nothing.
     """
 
     path: Path
     schema: Schema
     offsets: NDArray[np.int64]
     columns: Mapping[str, NDArray[Any]] = field(repr=False)
+    held: NDArray[np.int64] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -105,24 +110,59 @@ class Store:
             )
         return read_vocabulary(self.path, table)
 
+    def check_held(self, rows: NDArray[np.int64]) -> None:
+        """Refuses rows whose values are not here, which would read as zeros.
+
+        Raises:
+            ValueError: naming the first of them.
+        """
+        if self.held is None:
+            return
+        at = np.searchsorted(self.held[:, 0], rows, side="right") - 1
+        absent = np.flatnonzero((at < 0) | (rows >= np.append(self.held[:, 1], 0)[at]))
+        if len(absent):
+            todo = "plan with the shares that the store was opened for (distrag.batching.nodes), or open all of it"
+            wanted = f"rows of {len(self.held)} spans"
+            raise problem("A row that is not held here", got=int(rows[absent[0]]), wanted=wanted, where=self.path, todo=todo)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as the path alone, so that a worker process maps the file itself."""
-        return open_store, (self.path,)
+        return open_folder, (self.path, self.held)
 
 
 _VOCABULARY = "read Schema.tables first, or prepare the feature with a vocabulary instead of num_buckets"
 
 
-def open_store(path: str | Path, *, verify: bool = False) -> Store:
-    """Returns the store in the folder `path`, mapped and not copied.
+def open_store(path: str | Path, *, verify: bool = False, cache: str | Path | None = None) -> Store:
+    """Returns the store at `path`, mapped and not copied; one that lies elsewhere is staged in the cache first.
 
     Args:
-        path: folder written by `distrag prepare`.
+        path: folder written by `distrag prepare`, or the address of one: `s3://bucket/store`, `https://...`, whatever fsspec reads.
         verify: also read every byte: ids inside their tables, numbers finite, content hash as recorded.
+        cache: folder for what is staged; otherwise `data/cache` for an address, and no copy of a folder.
 
     Raises:
         ValueError: when there is no store, it was written by another format version, the file is truncated or altered, its columns
-            are not those of the schema, or its offsets do not describe its positions.
+            are not those of the schema, its offsets do not describe its positions, or it cannot be staged.
+    """
+    if not is_url(path) and cache is None:
+        return open_folder(path, verify=verify)
+    stage = Stage(path, cache or DEFAULT_CACHE)
+    for _ in stage.fetch():
+        pass
+    return open_folder(stage.folder, verify=verify)
+
+
+def open_folder(path: str | Path, held: NDArray[np.int64] | None = None, *, verify: bool = False) -> Store:
+    """Returns the store in a folder of this machine.
+
+    Args:
+        path: the folder.
+        held: int64 `[K, 2]`, spans of rows that may be read, as in `Store`; the others need not have been staged.
+        verify: as for `open_store`.
+
+    Raises:
+        ValueError: as `open_store` does.
     """
     path = Path(path)
     if not (path / SCHEMA_FILE).is_file():
@@ -130,9 +170,12 @@ def open_store(path: str | Path, *, verify: bool = False) -> Store:
         raise problem("No store here", got="no schema.yaml", wanted=f"a folder with {SCHEMA_FILE} and {SAMPLES}", where=path, todo=todo)
     schema = load_schema(path / SCHEMA_FILE)
     check_size(path, schema)
+    if held is None and not read_staged(path).all():
+        todo = "open it by the address that it was staged from, which fetches the rest"
+        raise problem("Only a part of this store was staged", got="holes", wanted="all blocks", where=path, todo=todo)
     batch = _read_batch(path / SAMPLES)
     check_columns(path, batch, schema)
-    store = Store(path, schema, *_arrays(batch, schema))
+    store = Store(path, schema, *_arrays(batch, schema), held)
     check_offsets(store)
     for table in schema.tables:
         if table.kind == "vocabulary":

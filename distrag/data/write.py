@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from distrag.data.content import SAMPLES, arrow_schema, content_hash, vocabulary_path
+from distrag.data.blocks import write_blocks
+from distrag.data.content import SAMPLES, arrow_schema, content_hash, vocabulary_name, vocabulary_path
 from distrag.data.schema import GAP_ROWS, SCHEMA_FILE, Feature, Schema, Table, id_dtype, save_schema
 from distrag.data.store import Store, open_store
 from distrag.problem import problem
@@ -122,6 +123,7 @@ def write_columns(
             writer.write_batch(table)
     schema = replace(schema, num_bytes=(folder / SAMPLES).stat().st_size)
     schema = replace(schema, content_hash=content_hash(schema, offsets, columns, vocabularies))
+    schema = replace(schema, blocks_hash=write_blocks(folder, [SAMPLES, *map(vocabulary_name, vocabularies)]))
     save_schema(schema, folder / SCHEMA_FILE)
     return schema
 

@@ -29,8 +29,8 @@ from torchrec.distributed.planner.types import (
 from distrag.embedding.config import TablesConfig, TableSpec
 from distrag.embedding.plan import attach_table_optimizer
 
-RANKS_PER_HOST = 8
-"""Assumed where the planner weighs links inside a host against links between hosts."""
+RANKS_PER_NODE = 8
+"""Of a node where nobody says it: the planner weighs links inside a node against links between nodes."""
 _SECONDS = 6e-4  # that it takes a rank and table, measured
 
 
@@ -106,6 +106,7 @@ def ask_planner(
     world_size: int,
     *,
     device: str,
+    ranks_per_node: int = RANKS_PER_NODE,
     batch_size: int,
     pooling_factors: Mapping[str, float],
     limit_s: float = 15.0,
@@ -122,6 +123,7 @@ def ask_planner(
         dim: width of every table.
         world_size: ranks to place them on.
         device: `cpu` or `cuda`.
+        ranks_per_node: ranks of a node.
         batch_size: samples of a rank in a step.
         pooling_factors: ids that a sample has for each key; TorchRec would take 1.
         limit_s: seconds; 0 does not ask.
@@ -145,7 +147,7 @@ def ask_planner(
         with _quiet():
             collection = EmbeddingCollection(tables=tables, device=torch.device("meta"))
             attach_table_optimizer(collection, config, 0.1, device)  # the planner counts its state
-            topology = _topology(config, world_size, device)
+            topology = _topology(config, world_size, device, ranks_per_node)
             planner = _planner(topology, batch_size, constraints, limit_s)
             plan = planner.plan(collection, [EmbeddingCollectionSharder()])
     except _TooLong:
@@ -160,10 +162,10 @@ def ask_planner(
     return Advice(tuple(proposals), "", time.monotonic() - started)
 
 
-def _topology(config: TablesConfig, world_size: int, device: str) -> Topology:
+def _topology(config: TablesConfig, world_size: int, device: str, ranks_per_node: int = RANKS_PER_NODE) -> Topology:
     limit = int(config.max_gib_per_rank * 2**30) or None
     caps = {"hbm_cap_bytes" if device == "cuda" else "ddr_cap_bytes": limit}
-    trainer = TrainerConfig(world_size=world_size, local_world_size=min(world_size, RANKS_PER_HOST), **caps)
+    trainer = TrainerConfig(world_size=world_size, local_world_size=min(world_size, ranks_per_node), **caps)
     return TopologyFactory.create_topology(trainer_config=trainer, kernel_config=KernelConfig(compute_device=device))
 
 

@@ -21,27 +21,53 @@ _NOT_RANKED = NO_TARGET - 1
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out target of every sample and what its user has seen before; every rank can read all of it.
+    """The held-out target of every sample and what its user has seen before.
 
     Attributes:
         targets: int64 `[N]`, item rows; 0 = unknown, -1 = the sample has no target.
         items: `[num_positions]`, the store's item rows, any integer type.
         first: int64 `[N]`.
-        end: int64 `[N]`; `items[first:end]` are the seen items, the whole row, not the truncated history.
+        end: int64 `[N]`; `items[first:end]` are the seen items, all before the target, not the truncated history alone.
+        apart: whether a rank can read targets and items only of samples that it may be given; it then asks the other ranks for theirs.
     """
 
     targets: Ints
     items: NDArray[np.integer]
     first: Ints
     end: Ints
+    apart: bool = False
 
     @classmethod
-    def of(cls, view: View, items: NDArray[np.integer]) -> HeldOut:
-        """Returns targets and seen items of a view, with `items = store.position(target)`."""
+    def of(cls, view: View, items: NDArray[np.integer], own: NDArray[np.bool_] | None = None) -> HeldOut:
+        """Returns targets and seen items of a view.
+
+        Args:
+            view: the samples' windows.
+            items: `store.position(target)`.
+            own: bool `[N]`, samples that this rank can read; None where it can read all.
+        """
         targets = np.full(len(view.next), -1, np.int64)
-        held = view.next >= 0
+        held = view.next >= 0 if own is None else (view.next >= 0) & own
         targets[held] = items[view.next[held]]
-        return cls(targets, items, view.first, view.end)
+        return cls(targets, items, view.first, view.seen_end, apart=own is not None)
+
+    def take(self, world: Ranks, per_rank: Sequence[Ints]) -> tuple[Ints, Ints, Ints]:
+        """Returns the targets of the samples of all ranks, in rank order, their seen items, flat, and the offsets of these.
+
+        A collective where the ranks hold them apart: how much each one sends follows from what all know.
+
+        Args:
+            world: the ranks.
+            per_rank: sample numbers of every rank.
+        """
+        samples = np.concatenate(per_rank)
+        if not self.apart:
+            return self.targets[samples], *self.take_seen(samples)
+        mine = per_rank[world.rank]
+        lengths = [self.end[own] - self.first[own] for own in per_rank]
+        targets = _exchange(world, self.targets[mine], [len(own) for own in per_rank])
+        seen = _exchange(world, self.take_seen(mine)[0], [int(own.sum()) for own in lengths])
+        return targets, seen, np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
 
     def take_seen(self, samples: Ints) -> tuple[Ints, Ints]:
         """Returns seen item rows int64 `[S]` of some samples, flat, and their offsets int64 `[len(samples)+1]`."""
@@ -103,8 +129,8 @@ class RankingEvaluator:
             return
         per_rank = [np.concatenate(own) for own in self._samples]
         samples = np.concatenate(per_rank)
-        seen, offsets = self.held_out.take_seen(samples)
-        counts, targets = [len(own) for own in per_rank], self.held_out.targets[samples]
+        targets, seen, offsets = self.held_out.take(self.world, per_rank)
+        counts = [len(own) for own in per_rank]
         queries = torch.cat(self._queries)
         self.ranks[samples] = rank_targets(self.world, self.catalogue, queries, counts, targets, seen, offsets, tile=self.tile)
         self._queries, self._samples, self._num_pending = [], [[] for _ in per_rank], 0
@@ -113,6 +139,14 @@ class RankingEvaluator:
         """Returns the metrics of `ranking_metrics` over all samples added, and `num_nonfinite_items`. A collective."""
         self._flush()
         return {**ranking_metrics(self.ranks, self.ks), "num_nonfinite_items": self.catalogue.num_nonfinite_items}
+
+
+def _exchange(world: Ranks, values: Ints, sizes: list[int]) -> Ints:
+    """Returns the values of all ranks in rank order; rank r gives `sizes[r]` of them."""
+    if not sum(sizes):
+        return values
+    parts = world.all_gather_uneven(torch.from_numpy(values).to(world.device), sizes)
+    return torch.cat(parts).cpu().numpy()
 
 
 def ranking_metrics(ranks: Ints, ks: Sequence[int]) -> dict[str, int | float]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from distrag.batching.collate import Collate
 from distrag.config import RunConfig
-from distrag.data.split import View, build_views
-from distrag.data.store import Store, open_store
+from distrag.data.split import View
+from distrag.data.store import Store
 from distrag.embedding.plan import Placement
 from distrag.embedding.tables import Tables
 from distrag.model import Inputs, SequenceModel
 from distrag.parallel import Parallel, build_parallel
 from distrag.problem import problem
 from distrag.training.checks import check_job
+from distrag.training.inputs import build_run_views
+from distrag.training.locality import Place, node_options, open_run_store
 from distrag.world import World
-
-_T = TypeVar("_T")
+from distrag.world import agreed as agreed
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Job:
         parallel: the sharded model.
         cost: (a, b, c) of the encoder: a*L + b*L^2 + c for one sequence.
         normalize: items are ranked by cosine.
+        place: this rank's node and the rows of all nodes, where a rank takes only samples of its node.
     """
 
     config: RunConfig
@@ -51,22 +52,16 @@ class Job:
     parallel: Parallel
     cost: tuple[float, float, float]
     normalize: bool
+    place: Place | None = None
 
     @property
     def prefetch(self) -> int:
         """Batches that loaders build ahead; none in debug mode, which has no threads."""
         return 0 if self.config.debug else self.config.batching.prefetch
 
-
-def agreed(world: World, build: Callable[[], _T]) -> _T:
-    """Returns what `build` gives; when it fails on any rank, every rank raises instead of waiting for that one."""
-    value, error = None, None
-    try:
-        value = build()
-    except Exception as caught:
-        error = caught
-    world.agree(error)
-    return value  # type: ignore[return-value]
+    def node_options(self, part: str) -> dict[str, Any]:
+        """Returns what a NodeSampler of a view must know of the nodes."""
+        return node_options(self.config, self.store, self.place, self.views[part])
 
 
 def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> Job:
@@ -81,18 +76,20 @@ def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> J
         ValueError: the same on every rank, before any rank waits for another: bad store, features, sizes or combination.
     """
     limit = _memory_limit(config, world)
-    plain = agreed(world, lambda: _prepare(config, world, limit, fold_valid))
-    store, views, inputs, model, placements, collate, cost, normalize = plain
+    store, place = open_run_store(config, world)
+    plain = agreed(world, lambda: _prepare(config, store, world, limit, fold_valid))
+    views, inputs, model, placements, collate, cost, normalize = plain
     parallel = build_parallel(model, placements, world, config.tables, config.optim.table_lr, direct=not config.debug)
-    return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize)
+    if place is not None:
+        collate.count = place.counted(collate.count)
+    return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize, place)
 
 
-def _prepare(config: RunConfig, world: World, limit_bytes: int, fold_valid: bool) -> tuple[Any, ...]:
-    store = open_store(config.data.path)
+def _prepare(config: RunConfig, store: Store, world: World, limit_bytes: int, fold_valid: bool) -> tuple[Any, ...]:
     checked = check_job(config, store.schema, world.size, device=world.device.type, limit_bytes=limit_bytes)
     if config.task == "conversion":
         _check_labels(store)
-    views = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len, fold_valid=fold_valid)  # type: ignore[arg-type]
+    views = build_run_views(config, store, checked.cost, fold_valid=fold_valid)
     loss = checked.loss
     tables = Tables(checked.specs, checked.shardings, config.model.dim, init_std=config.tables.init_std, seed=config.train.seed)
     torch.manual_seed(config.train.seed)  # the dense part starts equal on all ranks
@@ -108,7 +105,7 @@ def _prepare(config: RunConfig, world: World, limit_bytes: int, fold_valid: bool
         seed=config.train.seed,
         key_order=tables.key_order,
     )
-    return store, dict(views), checked.inputs, model, checked.placements, collate, checked.cost, getattr(loss, "normalize", False)
+    return dict(views), checked.inputs, model, checked.placements, collate, checked.cost, getattr(loss, "normalize", False)
 
 
 def _check_labels(store: Store) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from distrag.batching.plan import EpochPlan, plan_epoch
-from distrag.config import RunConfig, check_number, choose_encoder
-from distrag.config.limits import Range
+from distrag.batching.plan import EpochPlan
+from distrag.config import RunConfig
 from distrag.problem import problem
 from distrag.training.build import build_job
 from distrag.training.checks import check_run_dir
 from distrag.training.composition import max_over_mean, spread
-from distrag.training.cost import Cost, FittedCost, cost_settings, write_cost
+from distrag.training.cost import FittedCost, cost_settings, write_cost
 from distrag.training.nnls import solve_nonnegative
+from distrag.training.plan import open_subject
 from distrag.training.trial import Trial, take_samples
 from distrag.world import open_world
 
@@ -31,7 +31,6 @@ SHARES = (0.25, 0.5, 1.0)  # of a rank's budget: how full they are
 ROUNDS = (3, 15)  # fewest and most times that each is timed
 SECONDS = 60.0  # to spend on them, as far as the fewest rounds allow
 CHECK_RANKS, CHECK_STEPS = 16, 3
-MAX_RANKS = 65_536
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,16 @@ def calibrate(config: RunConfig, world_size: int) -> dict[str, Any]:
     Raises:
         ValueError: whatever training refuses, or steps whose time does not depend on what they hold.
     """
-    check_number(world_size, Range(1, MAX_RANKS), "--world-size")
+    ranks = 4 if world_size == 1 else world_size
+    subject = open_subject(config, ranks)
     check_run_dir(config.train.run_dir)
     with open_world(config.train.device, timeout_s=config.train.timeout_s) as world:
-        job = build_job(config, world)
-        trial, ranks = Trial(job), world_size if world_size > 1 else 4
+        trial = Trial(build_job(config, world))
         budget = rank_budget(config, ranks, int(trial.lengths.max()))
         timed = time_batches(trial, choose_batches(trial.lengths, budget, config.batching.max_samples or budget))
         fitted = fit_cost(config, timed, world.device)
-        kind, settings = choose_encoder(config)
-        plans = {"arithmetic": kind.cost(settings, config.model.dim), "fitted": fitted.cost}
-        balance = {name: _check_balance(trial, _plan(config, trial.lengths, ranks, cost), fitted) for name, cost in plans.items()}
+        plans = {"arithmetic": subject.checked.cost, "fitted": fitted.cost}
+        balance = {name: _check_balance(trial, replace(subject, cost=cost).plan(), fitted) for name, cost in plans.items()}
     path = write_cost(fitted, Path(config.train.run_dir))
     predicted = timed.sums @ np.array([*fitted.cost, fitted.constant_s])
     rows = zip(timed.sums.tolist(), timed.seconds.tolist(), predicted.tolist(), strict=True)
@@ -163,20 +161,6 @@ def fit_cost(config: RunConfig, timed: Timed, device: torch.device) -> FittedCos
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
     settings, threads = cost_settings(config), torch.get_num_threads()
     return FittedCost((a, b, c), constant, settings, device.type, name, threads, float(error.mean()), float(error.max()))
-
-
-def _plan(config: RunConfig, lengths: Ints, ranks: int, cost: Cost) -> EpochPlan:
-    batching = config.batching
-    return plan_epoch(
-        lengths,
-        world_size=ranks,
-        max_tokens=None if batching.global_tokens else batching.max_tokens,
-        global_tokens=batching.global_tokens,
-        max_samples=batching.max_samples,
-        bucket_steps=batching.bucket_steps,
-        seed=config.train.seed,
-        cost=cost,
-    )
 
 
 def _check_balance(trial: Trial, plan: EpochPlan, fitted: FittedCost) -> dict[str, float]:

@@ -69,9 +69,20 @@ def spread(size: int, most: int) -> Ints:
     return np.unique(np.linspace(0, size - 1, min(size, most)).astype(np.int64)) if size else np.zeros(0, np.int64)
 
 
+def spread_runs(size: int, most: int, run: int = 8) -> Ints:
+    """Returns at most `most` of the numbers 0 .. size-1 in runs of neighbours that are spread: of steps, since a pool of them costs little
+    more to plan than one.
+    """
+    if size <= most:
+        return np.arange(size)
+    run = min(run, most)
+    starts = np.linspace(0, size - run, most // run).astype(np.int64)
+    return np.unique(starts[:, None] + np.arange(run))
+
+
 def walk_plan(plan: EpochPlan, most: int = STEPS) -> Walk:
     """Returns tokens, samples and costs of every rank in at most `most` steps."""
-    steps, W = spread(plan.num_steps, most), plan.world_size
+    steps, W = spread_runs(plan.num_steps, most), plan.world_size
     tokens, samples, costs = np.zeros((len(steps), W), np.int64), np.zeros((len(steps), W), np.int64), np.zeros((len(steps), W))
     for i, step in enumerate(steps.tolist()):
         tokens[i], samples[i], costs[i] = plan.rank_tokens(step), plan.rank_samples(step), plan.rank_costs(step)
@@ -87,7 +98,7 @@ def padding_shares(plan: EpochPlan, lengths: Ints, paddings: Mapping[str, Paddin
         paddings: names, and how each pads; None comes out for `unknown`.
     """
     kept, cells = 0, dict.fromkeys(paddings, 0)
-    for step in spread(plan.num_steps, SCAN_STEPS).tolist():
+    for step in spread_runs(plan.num_steps, SCAN_STEPS).tolist():
         for rank in spread(plan.world_size, SCAN_RANKS).tolist():
             own = lengths[plan.samples(step, rank)]
             kept += int(own.sum())
@@ -145,7 +156,7 @@ def scan_buckets(
     rows: list[dict[str, float | int | None]] = []
     for bucket_steps in sorted({*BUCKET_STEPS, chosen}):
         plan = make(bucket_steps)
-        mixed = entropy.of(plan.step_samples(step) for step in spread(plan.num_steps, SCAN_STEPS).tolist())
+        mixed = entropy.of(plan.step_samples(step) for step in spread_runs(plan.num_steps, SCAN_STEPS).tolist())
         rows.append({"bucket_steps": bucket_steps, "entropy": mixed, **padding_shares(plan, lengths, paddings)})
     return rows
 

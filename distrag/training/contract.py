@@ -1,4 +1,7 @@
-"""What a run must find again in a store that it is evaluated on: features, their normalisation, and the meaning of every table row."""
+"""What a run must find again in a store that it is evaluated on: features, their normalisation, and the meaning of every table row.
+
+Which events of a history are shown is in the run's `config.yaml`: `data.max_len` and `data.truncate`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import yaml
 from distrag.config import RunConfig
 from distrag.data.schema import Feature, Schema, load_schema, save_schema
 from distrag.data.store import Store
+from distrag.data.windows import DRAWN
 from distrag.problem import problem
 from distrag.training.inputs import is_read
 
@@ -67,6 +71,16 @@ def pin_features(config: RunConfig, schema: Schema) -> RunConfig:
         where: [f.name for f in features if is_read(f, where)] for where, features in named.items() if getattr(data, where) is None
     }
     return dataclasses.replace(config, data=dataclasses.replace(data, **names))
+
+
+def pin_windows(config: RunConfig) -> RunConfig:
+    """Returns the config with the cut that valid and test have for every part.
+
+    Windows that are drawn belong to training alone, and their law may not exist on a store of short histories.
+    """
+    if config.data.truncate not in DRAWN:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, truncate="newest"))
 
 
 def check_contract(config: RunConfig, store: Store, run_dir: Path) -> None:

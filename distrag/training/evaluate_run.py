@@ -8,12 +8,12 @@ from pathlib import Path
 
 from distrag.checkpoint import load_checkpoint
 from distrag.config import RunConfig, check_ks, read_config
-from distrag.data.store import open_store
 from distrag.problem import problem
-from distrag.training.build import agreed, build_job
-from distrag.training.contract import check_contract, pin_features, read_schema
+from distrag.training.build import build_job
+from distrag.training.contract import check_contract, pin_features, pin_windows, read_schema
 from distrag.training.held_out import Metrics, evaluate_view
-from distrag.world import open_world
+from distrag.training.locality import open_run_store
+from distrag.world import agreed, open_world
 
 
 def evaluate_run(run_dir: str, part: str = "test", data: str | None = None, ks: Sequence[int] | None = None) -> tuple[Metrics, int]:
@@ -31,7 +31,8 @@ def evaluate_run(run_dir: str, part: str = "test", data: str | None = None, ks: 
     folder = Path(run_dir)
     config = _read(folder, data, ks)
     with open_world(config.train.device, timeout_s=config.train.timeout_s) as world:
-        agreed(world, lambda: check_contract(config, open_store(config.data.path), folder))
+        store, _ = open_run_store(config, world)
+        agreed(world, lambda: check_contract(config, store, folder))
         job = build_job(config, world)
         load_checkpoint(find_part(folder, part), job.parallel)
         return evaluate_view(job, part), world.rank
@@ -44,7 +45,7 @@ def _read(folder: Path, data: str | None, ks: Sequence[int] | None) -> RunConfig
             "No run in this folder", got="no config.yaml", wanted="a folder that `distrag train` wrote", where=folder, todo="mend the path"
         )
     config = read_config(["--config", str(path), *([f"--data.path={data}"] if data else [])])
-    config = pin_features(dataclasses.replace(config, debug=False), read_schema(folder))
+    config = pin_windows(pin_features(dataclasses.replace(config, debug=False), read_schema(folder)))
     if ks is None:
         return config
     if config.task != "next_item":

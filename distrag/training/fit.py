@@ -1,27 +1,34 @@
-"""One fit: a job trained step by step, evaluated every so often, its best state kept."""
+"""One fit: a job trained step by step, evaluated every so often, its best state kept, and its last one to go on from."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from distrag.batch import RaggedBatch
 from distrag.batching.loader import Loader, padding_share
+from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
-from distrag.checkpoint import save_checkpoint
+from distrag.checkpoint import change_extra, keep_checkpoint, load_checkpoint, save_checkpoint
 from distrag.problem import problem
 from distrag.training.build import Job, agreed
 from distrag.training.checks import check_length
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
-from distrag.training.metrics import MetricsWriter
+from distrag.training.metrics import MetricsWriter, SampleLog
 from distrag.training.optim import Schedule, build_optimizer
+from distrag.training.resume import describe_run, last_of, limits_of
 from distrag.training.step import StepResult, check_count, train_step
+from distrag.training.timing import Clock, RankTimes, StepWatch, Tally, by_rank
 
 LOWER_IS_BETTER = ("log_loss", "ne")
+_HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at", "losses")
+"""Attributes that a checkpoint holds: all of a fit that is over."""
 
 
 class Fit:
@@ -31,15 +38,20 @@ class Fit:
         job: everything before the first step.
         sampler: its planned epochs, from `build_sampler`.
         writer: where numbers go.
-        checkpoint: folder of the best state.
-        num_steps: stop after as many steps; otherwise after the config's max_steps or num_epochs.
-        schedule_steps: length that the learning-rate schedule is made for; otherwise `num_steps`.
-        selects: evaluate on valid, keep the best, stop early; False for a refit, which has nothing left to select on.
+        run_dir: folder of the run; `checkpoints/last` in it is what a cut run goes on from, `best` (or `refit`) what is tested.
+        refit_of: the fit that chose how many epochs this one trains, under the same schedule; None trains as long as the config says,
+            evaluates on valid, keeps the best and stops early.
+        samples: where the samples of each step go, if anywhere.
+        seconds: tells for how long the run has lasted.
 
     Attributes:
+        phase: `train`, or `refit`, which has nothing left to select on.
         step: global steps done.
-        epoch: epochs done or begun.
+        epoch: epochs done.
+        num_epochs: epochs begun.
+        num_steps: steps that schedule and progress go by.
         best_step: step of the best state.
+        best_epochs: epochs done at that step, and the share done of one more.
         best_valid: its metrics on valid.
         losses: loss of each logged step.
     """
@@ -49,75 +61,132 @@ class Fit:
         job: Job,
         sampler: TokenBudgetSampler,
         writer: MetricsWriter,
-        checkpoint: Path,
+        run_dir: Path,
         *,
-        num_steps: int = 0,
-        schedule_steps: int = 0,
-        selects: bool = True,
+        refit_of: Fit | None = None,
+        samples: SampleLog | None = None,
+        seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.job, self.config, self.world = job, job.config, job.world
-        self.sampler, self.writer, self.checkpoint, self.selects = sampler, writer, checkpoint, selects
-        self.num_steps = num_steps or count_steps(job, self.sampler)
+        self.sampler, self.writer, self.samples, self.seconds = sampler, writer, samples, seconds
+        self.selects = refit_of is None
+        self.phase, kept = ("train", "best") if self.selects else ("refit", "refit")
+        self.last, self.kept = last_of(run_dir), run_dir / "checkpoints" / kept
+        self.before = None if refit_of is None else refit_of.held()
+        self.epoch_steps = len(sampler)
         # Epochs differ by a step or two, so whole epochs are counted as such; num_steps is then what schedule and progress go by.
-        self.max_steps, self.max_epochs = (num_steps, 0) if num_steps else (self.config.train.max_steps, self.config.train.num_epochs)
+        if refit_of is None:
+            self.total_epochs, self.max_epochs = float(self.config.train.num_epochs), self.config.train.num_epochs
+            self.max_steps, self.num_steps, self._stretch = self.config.train.max_steps, count_steps(job, sampler), 1.0
+            schedule_steps = self.num_steps
+        else:
+            self.total_epochs, self.max_epochs = refit_of.best_epochs, 0
+            self._stretch = refit_of.num_steps / max(1, refit_of.best_step)
+            self.max_steps = self.num_steps = max(1, round(self.total_epochs * self.epoch_steps))
+            schedule_steps = round(self.total_epochs * self.epoch_steps * self._stretch)
         self.optimizer = build_optimizer(job.parallel, self.config.optim, self.config.tables)
-        self.schedule = Schedule(self.optimizer, self.config.optim, schedule_steps or self.num_steps)
+        self.schedule = Schedule(self.optimizer, self.config.optim, schedule_steps)
+        self.watch, self.tally = StepWatch(job.parallel.plain.tables, self.world.device), Tally()
         self.metric = choose_metric(job)
-        self.step = self.epoch = self.best_step = self.misses = 0
-        self.evaluated_at = -1
+        self.step = self.epoch = self.num_epochs = self.misses = 0
+        self.best_step: int = 0
+        self.trained = 0  # steps of the sampler's epoch
+        self.evaluated_at = self.saved_at = -1
+        self.best_epochs: float = 0.0
+        self._began = 0.0  # share of the sampler's epoch that was done before a resume
         self.best: float | None = None
         self.best_valid: Metrics = {}
         self.losses: list[float] = []
 
     def run(self) -> None:
         """Trains to the last step, or until valid has not improved for `train.patience` evaluations."""
+        self.writer.begin(self.phase, self.num_steps, self.step)
+        if self.step and self._is_due() and self.evaluated_at != self.step:
+            self._evaluate()  # the run was cut in this evaluation
         while not self._is_done():
             self._run_epoch()
         if self.selects and self.evaluated_at != self.step:
             self._evaluate()
+        if self.saved_at != self.step:
+            self._save()
         if not self.selects:
-            self._save({"step": self.step, "epoch": self.epoch})
+            keep_checkpoint(self.last, self.kept, self.world)
+        self.watch.close()
+        if self.tally.line():
+            self.writer.say(self.tally.line())
 
     def _run_epoch(self) -> None:
         self.sampler.set_epoch(self.epoch)
-        train = self.job.views["train"]
-        loader = Loader(self.job.collate, train, self.sampler, device=self.world.device, prefetch=self.job.prefetch)
+        self.trained, self.num_epochs = self.sampler.start, self.epoch + 1
+        self._began = self._began if self.trained else 0.0
+        loader = Loader(self.job.collate, self.job.views["train"], self.sampler, device=self.world.device, prefetch=self.job.prefetch)
         self.job.parallel.model.train()
-        clock = _Clock(loader, self.world.device)
-        every = self.config.train.eval_every
+        clock = Clock(loader, self.world.device)
         for batch in loader:
             self._run_step(batch, clock)
-            if 0 < self.max_steps <= self.step:
-                break
-            if self.selects and every and self.step % every == 0:
-                self._evaluate()
-                clock.restart()
-                if self._gave_up():
+            with clock.paused():
+                if self._after_step():
                     break
-        self.epoch += 1
-        if self.selects and not every:
-            self._evaluate()
+        if self.trained >= self.sampler.plan.num_steps:
+            self.epoch += 1
+            if not self.config.train.save_every:
+                self._save()
+            if self.selects and not self.config.train.eval_every:
+                self._evaluate()
 
-    def _run_step(self, batch: RaggedBatch, clock: _Clock) -> None:
+    def _run_step(self, batch: RaggedBatch, clock: Clock) -> None:
         config, world = self.config, self.world
         factor = self.schedule.set(self.step)
         logs = (self.step + 1) % config.train.log_every == 0 or self.step == 0 or self.step + 1 == self.num_steps
         if config.debug:
             batch.check(self.job.collate.table_rows)
-        result = train_step(self.job.parallel, self.optimizer, batch, world, clip_norm=config.optim.clip_norm, want_norm=logs)
+        self.watch.begin()
+        result = train_step(
+            self.job.parallel, self.optimizer, batch, world, clip_norm=config.optim.clip_norm, want_norm=logs, watch=self.watch
+        )
+        self.watch.end(clock.waited_s())
         if config.debug:
             check_count(batch, result.count, world)
-        self.step += 1
+        self.step, self.trained = self.step + 1, batch.step + 1
         clock.count(batch)
+        if self.samples is not None:
+            self.samples.write(self.phase, self.step, self.epoch, [sample for sample in batch.samples.tolist() if sample >= 0])
         if logs:
             self._log(batch, result, factor, clock)
 
-    def _log(self, batch: RaggedBatch, result: StepResult, factor: float, clock: _Clock) -> None:
-        loss = float(self.world.all_reduce_sum(result.loss_sum.clone())) / max(batch.global_count, 1e-12)
+    def _after_step(self) -> bool:
+        """Saves and evaluates where it is time to; returns whether the fit is over."""
+        every = self.config.train.save_every
+        if every and self.step % every == 0:
+            self._save()
+        if 0 < self.max_steps <= self.step:
+            return True
+        if self.config.train.eval_every and self._is_due():
+            self._evaluate()
+        return self._gave_up()
+
+    def _is_due(self) -> bool:
+        """Returns whether valid is to be evaluated at this step."""
+        every = self.config.train.eval_every
+        return self.selects and (self.step % every == 0 if every else self._is_between())
+
+    def _is_between(self) -> bool:
+        return self.trained == 0 or self.trained >= self.sampler.plan.num_steps
+
+    def _log(self, batch: RaggedBatch, result: StepResult, factor: float, clock: Clock) -> None:
+        # One small exchange: everybody's loss, and the times of the steps since the line before.
+        times = self.watch.take().to(self.world.device)
+        everyone = torch.stack(self.world.all_gather(torch.cat([result.loss_sum.double().view(1), times.view(-1)])))
+        loss = float(everyone[:, 0].sum()) / max(batch.global_count, 1e-12)
         _check_loss(loss, self.step, self.epoch)
         self.losses.append(loss)
+        if self.world.rank == 0:
+            self._write(batch, loss, float(result.grad_norm), factor, clock, RankTimes.of(everyone[:, 1:].view(self.world.size, -1, 3)))
+        clock.restart()
+
+    def _write(self, batch: RaggedBatch, loss: float, grad_norm: float, factor: float, clock: Clock, times: RankTimes) -> None:
         plan = self.sampler.plan
-        lengths = self.sampler.lengths[plan.step_samples(batch.step)]
+        lengths, costs = self.sampler.lengths[plan.step_samples(batch.step)], plan.rank_costs(batch.step)
         values: dict[str, Any] = {
             "epoch": self.epoch,
             "loss": loss,
@@ -127,29 +196,113 @@ class Fit:
             "imbalance": plan.imbalance(batch.step),
             "padded_batch_padding_share": padding_share(lengths),
             "data_wait_share": clock.wait_share(),
-            "grad_norm": float(result.grad_norm),
+            "grad_norm": grad_norm,
             "lr": self.config.optim.lr * factor,
             "table_lr": self.config.optim.table_lr * factor,
+            "rank_tokens": by_rank(plan.rank_tokens(batch.step)),
+            "rank_cost": by_rank(costs / costs.mean() if costs.any() else np.ones_like(costs)),
+            **times.line(),
         }
-        self.writer.write("train" if self.selects else "refit", self.step, values)
-        self.writer.show(self.step, f"loss {loss:.4f}  {values['tokens_per_s']:,.0f} tokens/s")
-        clock.restart()
+        self.tally.add(times, values["imbalance"])
+        self.writer.write(self.phase, self.step, values)
+        self.writer.show(self.step, "  ".join([f"loss {loss:.4f}  {values['tokens_per_s']:,.0f} tokens/s", times.remark()]).rstrip())
 
     def _evaluate(self) -> None:
         self.evaluated_at = self.step
         valid = evaluate_view(self.job, "valid")
-        self.writer.write("valid", self.step, {"epoch": self.epoch, **valid})
+        self.writer.write("valid", self.step, {"epoch": int(self._epochs_done()), **valid})
         score = valid[self.metric]
         better = score is not None and (self.best is None or (score < self.best if self.metric in LOWER_IS_BETTER else score > self.best))
         self.misses = 0 if better else self.misses + 1
         shown = "undefined" if score is None else f"{score:.4f}"
         self.writer.say(f"step {self.step}: valid {self.metric} {shown}{' (best)' if better else ''}")
         if better or not self.best_valid:
-            self.best, self.best_step, self.best_valid = score, self.step, valid
-            self._save({"step": self.step, "epoch": self.epoch, "metric": self.metric, "value": score})
+            self.best, self.best_step, self.best_epochs, self.best_valid = score, self.step, self._epochs_done(), valid
+            # The last state is saved first and the best kept from it: the best on disk is never of a step that a resume does again.
+            self._save()
+            keep_checkpoint(self.last, self.kept, self.world)
+        elif self.saved_at == self.step:
+            self._save()
 
-    def _save(self, extra: dict[str, Any]) -> None:
-        save_checkpoint(self.checkpoint, self.job.parallel, self.optimizer, extra, self.world)
+    def _save(self) -> None:
+        """Saves this step as the last; where that has been done, only what was learned of it since."""
+        if self.saved_at == self.step:
+            change_extra(self.last, self._state(), self.world)
+        else:
+            save_checkpoint(self.last, self.job.parallel, self.optimizer, self._state(), self.world)
+            self.saved_at = self.step
+
+    def held(self) -> dict[str, Any]:
+        """Returns what `hold` takes over: all of a fit that is over, JSON-able."""
+        return {name: getattr(self, name) for name in _HELD}
+
+    def hold(self, held: Mapping[str, Any]) -> None:
+        """Takes over what `held` gave of another fit."""
+        for name in _HELD:
+            setattr(self, name, held[name])
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what a run goes on from, apart from tensors: small and JSON-able."""
+        return {
+            **describe_run(self.config, self.job.store.content_hash),
+            **self.held(),
+            "phase": self.phase,
+            "metric": self.metric,
+            "sampler": self.sampler.state_dict(self.trained),
+            "epochs_done": self._epochs_done(),
+            "epoch_steps": self.epoch_steps,
+            "schedule_steps": self.schedule.num_steps,
+            "seconds": self.seconds(),
+            "world": [self.world.size, self.world.device.type],
+            "before": self.before,
+        }
+
+    def _epochs_done(self) -> float:
+        """Returns the epochs done, and the share done of one more: whatever its steps were before a resume on other ranks."""
+        start, end = self.sampler.start, self.sampler.plan.num_steps
+        if self.trained >= end:
+            return self.sampler.epoch + 1.0
+        return self.sampler.epoch + self._began + (1.0 - self._began) * (self.trained - start) / (end - start)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the last checkpoint and its `state`, on the same ranks bit for bit. A collective: every rank calls it."""
+        self.hold(state)
+        self._move(state)
+        same = state["world"] == [self.world.size, self.world.device.type]
+        self._settle()
+        load_checkpoint(self.last, self.job.parallel, self.optimizer, generators_of=self.world if same else None)
+        self.saved_at = self.step if same else -1  # on other ranks the generators saved are not ours
+        if self.selects and self.best_step == self.step:
+            keep_checkpoint(self.last, self.kept, self.world)  # the run may have been cut before it was kept
+
+    def _move(self, state: Mapping[str, Any]) -> None:
+        """Moves the sampler to where the run was cut, and the end of the run to where it now is."""
+        self.sampler.load_state_dict(state["sampler"])
+        self.trained = self.sampler.start
+        at_end = self.trained >= self.sampler.plan.num_steps
+        self.epoch = self.sampler.epoch + int(at_end)
+        self._began = state["epochs_done"] - self.sampler.epoch if self.trained and not at_end else 0.0
+        self.schedule.num_steps = state["schedule_steps"]
+        if (state["epoch_steps"], state["limits"]) != (self.epoch_steps, limits_of(self.config)):
+            left = round((self.total_epochs - self._epochs_done()) * self.epoch_steps)
+            limits = [limit for limit in (self.max_steps if self.selects else 0, self.step + left if self.total_epochs else 0) if limit > 0]
+            self.num_steps = min(limits)
+            self.schedule.num_steps = round(self.num_steps * self._stretch)
+        if not self.selects:
+            self.max_steps = self.num_steps
+
+    def _settle(self) -> None:
+        """Runs steps of no sample forward and back, before the state is loaded.
+
+        DDP keeps its first buckets for two steps and deals gradients into the final ones in the third. The order in which three or more
+        ranks are summed goes by the place in a bucket, so a resumed run has to find those of the run that was cut.
+        """
+        self.job.parallel.model.train()
+        batch = self.job.collate(self.job.views["train"], np.zeros(0, np.int64)).to(self.world.device)
+        for _ in range(min(2, self.step)):
+            loss, _ = self.job.parallel.model(batch)
+            loss.backward()
+            self.optimizer.zero_grad()
 
     def _is_done(self) -> bool:
         return self._gave_up() or 0 < self.max_steps <= self.step or 0 < self.max_epochs <= self.epoch
@@ -171,11 +324,12 @@ def build_sampler(job: Job) -> TokenBudgetSampler:
     Raises:
         ValueError: a budget that does not fit the histories; the same on every rank.
     """
-    batching, lengths = job.config.batching, job.views["train"].lengths
+    batching = job.config.batching
     return agreed(
         job.world,
-        lambda: TokenBudgetSampler(
-            lengths,
+        lambda: NodeSampler(
+            job.views["train"],
+            **job.node_options("train"),
             max_tokens=None if batching.global_tokens else batching.max_tokens,
             global_tokens=batching.global_tokens,
             max_samples=batching.max_samples,
@@ -184,6 +338,7 @@ def build_sampler(job: Job) -> TokenBudgetSampler:
             rank=job.world.rank,
             seed=job.config.train.seed,
             cost=job.cost,
+            content_hash=job.store.content_hash,
         ),
     )
 
@@ -195,25 +350,3 @@ def count_steps(job: Job, sampler: TokenBudgetSampler) -> int:
         ValueError: neither is set, or an epoch has no step.
     """
     return check_length(job.config, len(sampler))
-
-
-class _Clock:
-    """Times the steps since the last line of metrics."""
-
-    def __init__(self, loader: Loader, device: torch.device) -> None:
-        self.loader, self.device = loader, device
-        self.restart()
-
-    def restart(self) -> None:
-        self.started, self.waited, self.tokens = time.perf_counter(), self.loader.wait_s, 0
-
-    def count(self, batch: RaggedBatch) -> None:
-        self.tokens += batch.num_tokens_global
-
-    def tokens_per_s(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return self.tokens / max(1e-9, time.perf_counter() - self.started)
-
-    def wait_share(self) -> float:
-        return (self.loader.wait_s - self.waited) / max(1e-9, time.perf_counter() - self.started)

@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,12 @@ from torch.utils._pytree import tree_leaves
 from torchrec import KeyedJaggedTensor
 
 from distrag.batch import RaggedBatch
-from distrag.batching.collate import Collate
 from distrag.config import RunConfig
-from distrag.data.split import View
-from distrag.data.store import Store
 from distrag.embedding.config import TableSpec
 from distrag.embedding.plan import Placement
 from distrag.embedding.tables import Tables
 from distrag.model import SequenceModel
+from distrag.ragged import lengths_to_offsets
 from distrag.training.checks import Checked
 from distrag.training.composition import spread
 from distrag.training.nnls import solve_nonnegative
@@ -90,33 +88,31 @@ def measure_peak(run: Callable[[], None]) -> int:
     return int(ledger.most)
 
 
-def measure_step(config: RunConfig, checked: Checked, store: Store, view: View, most_tokens: int) -> StepBytes:
-    """Returns what a step needs in memory, measured on this machine's CPU with a few batches of the view.
+def measure_step(config: RunConfig, checked: Checked, lengths: Ints, most_tokens: int) -> StepBytes:
+    """Returns what a step needs in memory, measured on this machine's CPU with a few batches of these lengths.
 
-    The plain model runs forward and backward, with its tables cut to a few rows: a batch looks up as many vectors whatever the rows.
-    Three compositions (long histories, twice as many, short ones) tell tokens, samples and the constant apart. They hold 512 tokens, or
-    up to `most_tokens` as long as a step stays below 0.25 s. On CUDA the kernels are others: there it is an estimate of the same order.
+    The plain model runs forward and backward, with its tables cut to a few rows and ids drawn at random: a batch looks up as many vectors
+    whatever they are. Three compositions (long histories, twice as many, short ones) tell tokens, samples and the constant apart. They hold
+    512 tokens, or up to `most_tokens` as long as a step stays below 0.25 s. On CUDA the kernels are others: there it is an estimate of the
+    same order.
 
     Args:
         config: the run.
         checked: its choices.
-        store: its store.
-        view: of the samples.
+        lengths: of the samples, `[N]`.
         most_tokens: tokens of the fullest rank.
     """
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of torch's own question whether it traces
-    model, rows = _build_probe(config, checked)
-    collate = _build_collate(config, checked, store, model.tables.key_order)
-    lengths: Ints = view.lengths
+    probe = _build_probe(config, checked)
     some = spread(len(lengths), _PROBE_SAMPLES)
     order = some[np.argsort(lengths[some], kind="stable")]
     filled = order[lengths[order] > 0]
     parts, peaks, sizes = [], [], []
 
     def weigh(samples: Ints) -> float:
-        batch = _cut_ids(collate(view, samples, global_count=1.0), rows)
+        batch = probe.batch(lengths[samples])
         started = time.perf_counter()
-        peaks.append(measure_peak(lambda: _run(model, batch)))
+        peaks.append(measure_peak(lambda: probe.run(batch)))
         sizes.append(batch_bytes(batch))
         parts.append((float(lengths[samples].sum()), float(len(samples)), 1.0))
         return time.perf_counter() - started
@@ -128,17 +124,56 @@ def measure_step(config: RunConfig, checked: Checked, store: Store, view: View, 
     weigh(take_samples(lengths, filled[::-1], 2 * tokens, 2 * tokens))
     weigh(take_samples(lengths, filled, tokens, tokens // 2))
     parts, peaks, sizes = parts[-3:], peaks[-3:], sizes[-3:]
-    dense = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("tables."))
+    dense = sum(p.numel() for name, p in probe.model.named_parameters() if not name.startswith("tables."))
     activations, batches = (tuple(solve_nonnegative(np.array(parts), np.array(values, float)).tolist()) for values in (peaks, sizes))
     return StepBytes(activations, batches, dense)
 
 
-def _run(model: SequenceModel, batch: RaggedBatch) -> None:
-    model.zero_grad(set_to_none=False)  # gradients are counted with the parameters
-    model(batch)[0].backward()
+@dataclass(frozen=True)
+class _Probe:
+    """The plain model on the CPU with cut tables.
+
+    Attributes:
+        model: in training mode, its gradients made.
+        checked: the choices of the run.
+        rows: rows of the table behind each key, in the order of the batch.
+    """
+
+    model: SequenceModel
+    checked: Checked
+    rows: dict[str, int]
+
+    def run(self, batch: RaggedBatch) -> None:
+        """Runs forward and backward."""
+        self.model.zero_grad(set_to_none=False)  # gradients are counted with the parameters
+        self.model(batch)[0].backward()
+
+    def batch(self, sizes: Ints) -> RaggedBatch:
+        """Returns a batch of histories of these lengths with ids at random; a dummy where there are none."""
+        inputs, lengths = self.checked.inputs, torch.from_numpy(sizes if len(sizes) else np.zeros(1, np.int64))
+        B, P = len(lengths), int(lengths.sum())
+        per_key = torch.stack([self._lengths(key, lengths) for key in self.rows])
+        counts = per_key.sum(1).tolist()
+        values = [torch.randint(rows, (count,)) for rows, count in zip(self.rows.values(), counts, strict=True)]
+        ids = KeyedJaggedTensor(list(self.rows), torch.cat(values), lengths=per_key.flatten(), stride=B, length_per_key=counts)
+        numbers, context = torch.zeros(P, inputs.num_numbers), torch.zeros(B, inputs.num_context)
+        return RaggedBatch(ids, lengths_to_offsets(lengths), numbers, context, torch.zeros(B), torch.ones(B), torch.arange(B))
+
+    def _lengths(self, key: str, lengths: torch.Tensor) -> torch.Tensor:
+        """Returns the ids of each sample for a key, as `Collate` gives them in training."""
+        inputs, loss = self.checked.inputs, self.checked.loss
+        if key in inputs.history_keys:
+            return lengths
+        if not key.endswith(":negative"):
+            return torch.ones_like(lengths)
+        if loss.negatives == "per_position":
+            return lengths * int(loss.num_negatives)
+        drawn = torch.zeros_like(lengths)
+        drawn[0] = loss.num_negatives
+        return drawn
 
 
-def _build_probe(config: RunConfig, checked: Checked) -> tuple[SequenceModel, dict[str, int]]:
+def _build_probe(config: RunConfig, checked: Checked) -> _Probe:
     dim, target = config.model.dim, checked.inputs.target_table
     whole = checked.loss.needs_table and checked.inputs.num_items * dim * 4 <= _PROBE_BYTES
     specs = [TableSpec(s.name, s.num_rows if whole and s.name == target else min(s.num_rows, _PROBE_ROWS), s.keys) for s in checked.specs]
@@ -147,21 +182,8 @@ def _build_probe(config: RunConfig, checked: Checked) -> tuple[SequenceModel, di
     model = SequenceModel(config.model, checked.inputs, tables, checked.build_encoder(), checked.loss, autocast=autocast)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return model.train(), {key: spec.num_rows for spec in specs for key in spec.keys}
-
-
-def _build_collate(config: RunConfig, checked: Checked, store: Store, key_order: list[str]) -> Collate:
-    loss = checked.loss
-    options = {"negatives": loss.negatives, "num_negatives": getattr(loss, "num_negatives", 0), "key_order": key_order}
-    return Collate(store, config.data, task=config.task, **options)
-
-
-def _cut_ids(batch: RaggedBatch, rows: dict[str, int]) -> RaggedBatch:
-    """Returns the batch with its ids inside of the cut tables."""
-    ids = batch.ids
-    values = [ids[key].values() % rows[key] for key in ids.keys()]  # noqa: SIM118 - a KeyedJaggedTensor is no mapping
-    cut = KeyedJaggedTensor(ids.keys(), torch.cat(values), lengths=ids.lengths(), stride=ids.stride(), length_per_key=ids.length_per_key())
-    return replace(batch, ids=cut)
+    rows = {key: spec.num_rows for spec in specs for key in spec.keys}
+    return _Probe(model.train(), checked, {key: rows[key] for key in tables.key_order})
 
 
 def batch_bytes(batch: RaggedBatch) -> int:

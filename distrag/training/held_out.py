@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from distrag.batching.loader import Loader
+from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.evaluate import BinaryEvaluator, Catalogue, HeldOut, RankingEvaluator, build_catalogue
 from distrag.training.build import Job
@@ -32,8 +33,9 @@ def evaluate_view(job: Job, part: str) -> Metrics:
 def _sampler(job: Job, part: str) -> TokenBudgetSampler:
     batching, world = job.config.batching, job.world
     # Order is free here, so like lengths share a step: encoders that pad inside then pad little.
-    return TokenBudgetSampler(
-        job.views[part].lengths,
+    return NodeSampler(
+        job.views[part],
+        **job.node_options(part),
         max_tokens=max(batching.max_tokens or 0, job.config.data.max_len, 4096),
         num_replicas=world.size,
         rank=world.rank,
@@ -45,7 +47,8 @@ def _sampler(job: Job, part: str) -> TokenBudgetSampler:
 
 def _rank(job: Job, part: str) -> Metrics:
     view, world, inputs = job.views[part], job.world, job.inputs
-    held_out = HeldOut.of(view, job.store.position(inputs.target))
+    own = None if job.place is None else job.place.owns(view)
+    held_out = HeldOut.of(view, job.store.position(inputs.target), own)
     evaluator = RankingEvaluator(world, _catalogue(job), held_out, job.config.train.eval_ks)
     sampler = _sampler(job, part)
     for batch in Loader(job.collate, view, sampler, device=world.device, prefetch=job.prefetch, training=False):

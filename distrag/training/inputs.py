@@ -6,6 +6,8 @@ from typing import Any
 
 from distrag.config import RunConfig, choose_loss
 from distrag.data.schema import Feature, Schema
+from distrag.data.split import Part, View, build_views
+from distrag.data.store import Store
 from distrag.embedding.config import TableSpec
 from distrag.model import Inputs
 from distrag.problem import problem
@@ -19,6 +21,32 @@ def build_loss(config: RunConfig) -> Any:
     """
     _, kind, settings = choose_loss(config)
     return kind(settings)
+
+
+def build_run_views(config: RunConfig, store: Store, cost: tuple[float, float, float], *, fold_valid: bool = False) -> dict[Part, View]:
+    """Returns the samples of train, valid and test as the config splits and cuts them; train at epoch 0.
+
+    Args:
+        config: the run.
+        store: its store.
+        cost: (a, b, c) of the encoder's arithmetic. A cost that was timed on a machine would make the data depend on that machine.
+        fold_valid: train on train and valid together.
+
+    Raises:
+        ValueError: a split or a cut that does not fit the store.
+    """
+    data = config.data
+    return build_views(
+        store,
+        data.split,
+        task=config.task,  # type: ignore[arg-type]
+        max_len=data.max_len,
+        fold_valid=fold_valid,
+        truncate=data.truncate,
+        mean_cost_share=data.mean_cost_share,
+        cost=cost,
+        seed=config.train.seed,
+    )
 
 
 def build_inputs(config: RunConfig, schema: Schema) -> Inputs:

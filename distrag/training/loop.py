@@ -15,15 +15,16 @@ from typing import Any, TextIO
 
 import yaml
 
-from distrag.checkpoint import load_checkpoint
+from distrag.checkpoint import load_checkpoint, write_whole
 from distrag.config import RunConfig, read_config, to_dict
 from distrag.problem import problem
-from distrag.training.build import Job, build_job
+from distrag.training.build import Job, agreed, build_job
 from distrag.training.checks import check_run_dir
 from distrag.training.contract import write_contract
 from distrag.training.fit import Fit, build_sampler, count_steps
 from distrag.training.held_out import Metrics, evaluate_view
-from distrag.training.metrics import MetricsWriter, finite
+from distrag.training.metrics import MetricsWriter, SampleLog, finite
+from distrag.training.resume import check_state, drop_beyond, is_finished, read_state
 from distrag.world import open_world
 
 
@@ -69,56 +70,118 @@ def train(config: RunConfig | Mapping[str, Any] | Sequence[str]) -> RunResult:
 
 
 def run_job(job: Job) -> RunResult:
-    """Trains a job, refits it where asked, tests it once and writes the result. A collective: every rank calls it."""
-    started, folder = time.perf_counter(), Path(job.config.train.run_dir)
+    """Trains a job, refits it where asked, tests it once and writes the result; with `train.resume`, from where its run was cut.
+
+    A collective: every rank calls it.
+    """
+    started, folder, world = time.perf_counter(), Path(job.config.train.run_dir), job.world
+    state = _find_state(job, folder) if job.config.train.resume else None
+    if state is not None and is_finished(state, job.config):
+        world.on_first(lambda: print(f"{folder}: this run is finished; its result stays", flush=True))
+        return RunResult(**{f.name: state["result"][f.name] for f in dataclasses.fields(RunResult)} | {"run_dir": folder})
+    before_s = state["seconds"] if state else 0.0
     sampler = build_sampler(job)
-    num_steps = count_steps(job, sampler)
+    count_steps(job, sampler)
     _check_targets(job)
-    note, held = job.world.on_first(lambda: _open(job, folder)) or ("", None)
-    tensorboard = job.config.train.tensorboard
-    writer = job.world.on_first(lambda: MetricsWriter(folder, active=True, tensorboard=tensorboard, num_steps=num_steps))
-    writer = writer or MetricsWriter(folder, active=False, tensorboard=False, num_steps=num_steps)
+    note, held = world.on_first(lambda: _open(job, folder, state)) or ("", None)
+    log = _open_log(job, folder)
     try:
-        fit = Fit(job, sampler, writer, folder / "checkpoints" / "best")
-        _describe(fit, note)
-        fit.run()
-        last = _refit(fit, folder) if job.config.train.refit else fit
-        if last is fit:
-            load_checkpoint(fit.checkpoint, job.parallel)
-        test = evaluate_view(last.job, "test")
-        writer.write("test", last.step, test)
-        writer.say(f"test, from the best step {fit.best_step}: {_show(test)}")
-        if test.get("num_seen_targets"):
-            writer.say(
-                f"{test['num_seen_targets']:,} test targets are items the user had before; those are no candidates, so they count as misses"
-            )
+        fit = Fit(job, sampler, log.writer, folder, samples=log.samples, seconds=lambda: before_s + time.perf_counter() - started)
+        result = _finish(fit, _train(fit, folder, state, note), folder)
+        world.on_first(lambda: write_whole(folder / "result.json", json.dumps(_summary(job, result), indent=1) + "\n"))
     finally:
-        writer.close()
+        log.close()
         if held is not None:
             held.close()
-    refit_steps = last.step if last is not fit else 0
-    seconds = time.perf_counter() - started
-    result = RunResult(folder, fit.step, fit.epoch, fit.best_step, refit_steps, fit.best_valid, test, seconds, fit.losses)
-    job.world.on_first(lambda: (folder / "result.json").write_text(json.dumps(_summary(job, result), indent=1) + "\n"))
     return result
 
 
-def _refit(fit: Fit, folder: Path) -> Fit:
+def _finish(fit: Fit, last: Fit, folder: Path) -> RunResult:
+    """Tests the state that valid chose, or that was refitted, and returns what the run came to."""
+    if last is fit:
+        load_checkpoint(fit.kept, fit.job.parallel)
+    test = evaluate_view(last.job, "test")
+    fit.writer.write("test", last.step, test)
+    fit.writer.say(f"test, from the best step {fit.best_step}: {_show(test)}")
+    if test.get("num_seen_targets"):
+        fit.writer.say(
+            f"{test['num_seen_targets']:,} test targets are items the user had before; those are no candidates, so they count as misses"
+        )
+    refit_steps = last.step if last is not fit else 0
+    return RunResult(folder, fit.step, fit.num_epochs, fit.best_step, refit_steps, fit.best_valid, test, fit.seconds(), fit.losses)
+
+
+@dataclass(frozen=True)
+class _Log:
+    """What a rank writes while it trains."""
+
+    writer: MetricsWriter
+    samples: SampleLog | None
+
+    def close(self) -> None:
+        self.writer.close()
+        if self.samples is not None:
+            self.samples.close()
+
+
+def _open_log(job: Job, folder: Path) -> _Log:
+    train, first = job.config.train, job.world.rank == 0
+
+    def build() -> _Log:
+        samples = SampleLog(folder, job.world.rank) if train.log_samples else None
+        return _Log(MetricsWriter(folder, active=first, tensorboard=train.tensorboard), samples)
+
+    return agreed(job.world, build)
+
+
+def _find_state(job: Job, folder: Path) -> dict[str, Any] | None:
+    """Returns the state that the run in this folder goes on from; None, and a word, where it has saved none.
+
+    Raises:
+        ValueError: another run is at work there, or the state belongs to another store or config; the same on every rank.
+    """
+
+    def read() -> dict[str, Any] | None:
+        _check_free(folder)
+        found = read_state(folder)
+        if found is None:
+            print(f"{folder}: no whole checkpoint to resume from; the run starts at its first step", flush=True)
+        return found
+
+    state: dict[str, Any] | None = job.world.broadcast_object(job.world.on_first(read))
+    if state is not None:
+        agreed(job.world, lambda: check_state(state, job))
+    return state
+
+
+def _train(fit: Fit, folder: Path, state: dict[str, Any] | None, note: str) -> Fit:
+    """Trains the fit, and the refit where asked, from the start or from `state`; returns the last of them."""
+    of_refit = state if state is not None and state["phase"] == "refit" else None
+    if of_refit is not None:
+        fit.hold(of_refit["before"])
+    elif state is not None:
+        fit.resume(state)
+    _describe(fit, note)
+    if of_refit is None:
+        if state is not None:
+            _tell(fit)
+        fit.run()
+    return _refit(fit, folder, of_refit) if fit.config.train.refit else fit
+
+
+def _tell(fit: Fit) -> None:
+    fit.writer.write("resume", fit.step, {"phase": fit.phase, "epoch": fit.epoch, "world_size": fit.world.size})
+    fit.writer.say(f"resumed ({fit.phase}) after step {fit.step} of {fit.num_steps}, in epoch {fit.epoch}")
+
+
+def _refit(fit: Fit, folder: Path, state: dict[str, Any] | None) -> Fit:
     """Returns a fresh fit on train and valid together, for as many epochs as the best step took, under the same schedule."""
     job = build_job(fit.config, fit.world, fold_valid=True)
-    sampler = build_sampler(job)
-    longer = len(sampler) / len(fit.sampler)
-    steps = max(1, round(fit.best_step * longer))
-    again = Fit(
-        job,
-        sampler,
-        fit.writer,
-        folder / "checkpoints" / "refit",
-        num_steps=steps,
-        schedule_steps=round(fit.num_steps * longer),
-        selects=False,
-    )
-    fit.writer.say(f"refit on train and valid together: {steps} steps")
+    again = Fit(job, build_sampler(job), fit.writer, folder, refit_of=fit, samples=fit.samples, seconds=fit.seconds)
+    fit.writer.say(f"refit on train and valid together: {again.num_steps} steps")
+    if state is not None:
+        again.resume(state)
+        _tell(again)
     again.run()
     return again
 
@@ -134,8 +197,8 @@ def _check_targets(job: Job) -> None:
     )
 
 
-def _open(job: Job, folder: Path) -> tuple[str, TextIO]:
-    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where.
+def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[str, TextIO]:
+    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where, unless its `state` goes on.
 
     Returns:
         The note, and the open lock that tells other runs that this one lives.
@@ -143,15 +206,17 @@ def _open(job: Job, folder: Path) -> tuple[str, TextIO]:
     check_run_dir(folder)
     _check_free(folder)
     note = ""
-    if (folder / "metrics.jsonl").exists():
+    if state is None and (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         folder.rename(folder.with_name(f"{folder.name}.{number}"))
         note = f"an earlier run was moved to {folder}.{number}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(job.config), sort_keys=False))
-    write_contract(job.store, folder)
     held = (folder / _LOCK).open("w")
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if state is not None:
+        drop_beyond(folder, state)
+    write_whole(folder / "config.yaml", yaml.safe_dump(to_dict(job.config), sort_keys=False))
+    write_contract(job.store, folder)
     return note, held
 
 
@@ -178,7 +243,7 @@ def _describe(fit: Fit, note: str) -> None:
         say(note)
     sizes = ", ".join(f"{name} {len(view):,}" for name, view in job.views.items())
     say(f"{job.world.size} rank(s) on {job.world.device.type}; samples: {sizes}; cut to max_len: {job.views['train'].num_cut:,} events")
-    say(f"{plan.num_steps} steps an epoch, {fit.num_steps} in all; planned imbalance {plan.imbalances().mean():.4f} (max/mean cost)")
+    say(f"{fit.epoch_steps} steps an epoch, {fit.num_steps} in all; planned imbalance {plan.imbalances(64).mean():.4f} (max/mean cost)")
     if not len(job.views["valid"]):
         say("valid has no samples: nothing selects the best step, and the last one is tested")
     for placement in job.placements:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from distrag.config import RunConfig, check_number
-from distrag.config.limits import INT32, Range
+from distrag.config import RunConfig
+from distrag.config.limits import INT32
 from distrag.problem import problem
 from distrag.training.composition import walk_plan
 from distrag.training.footprint import measure_step, table_bytes
-from distrag.training.plan import MAX_RANKS, Subject, open_subject
+from distrag.training.plan import Subject, open_subject
 from distrag.training.trial import check_view
 from distrag.training.weigh import COMPOSITIONS, open_scales
 
@@ -176,13 +176,12 @@ def plan_memory(config: RunConfig, world_size: int, text: str) -> dict[str, Any]
         ValueError: a limit that is none, a view without histories, or a limit that the smallest budget exceeds.
     """
     asked = parse_limit(text)
-    check_number(world_size, Range(1, MAX_RANKS), "--world-size")
     subject, alone = open_subject(config, world_size), open_subject(config, 1)
     lengths: Ints = subject.view.lengths
     check_view(lengths)
     saved = int(table_bytes(alone.checked.placements, 1).max() - table_bytes(subject.checked.placements, world_size).max())
     low, high = max(int(lengths.max()), config.data.max_len), max(int(lengths.sum()), config.data.max_len)
-    per_token = measure_step(config, alone.checked, alone.store, alone.view, low).activations[0]
+    per_token = measure_step(config, alone.checked, lengths, low).activations[0]
     with open_scales(config, asked.of, saved) as scales:
         found = find_budget(scales.weigh, low, min(high, INT32), scales.limit, per_token)
     trials = [(budget, {name: peak - saved for name, peak in peaks.items()}) for budget, peaks in found.trials]
@@ -208,9 +207,9 @@ def _line(subject: Subject, budget: int) -> str:
     config = subject.config
     if not config.batching.global_tokens:
         return f"batching: {{max_tokens: {budget}}}"
-    total, lengths = min(budget * subject.world_size, INT32), subject.view.lengths
+    total = min(budget * subject.world_size, INT32)
     wanted = replace(config, batching=replace(config.batching, global_tokens=total))
-    walk = walk_plan(replace(subject, config=wanted).plan(lengths, 0))
+    walk = walk_plan(replace(subject, config=wanted).plan())
     above = max(1.0, int(walk.tokens.max(initial=0)) * subject.world_size / total)
     return f"batching: {{global_tokens: {max(config.data.max_len, int(total / above))}}}"
 

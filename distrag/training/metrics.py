@@ -1,13 +1,18 @@
-"""Writes what happened: metrics.jsonl, TensorBoard events and a progress line, all on rank 0."""
+"""Writes what happened: metrics.jsonl, TensorBoard events and a progress line on rank 0, and the samples of each step on every rank."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from distrag.checkpoint import write_whole
+
+SAMPLES = "samples"
 
 
 class MetricsWriter:
@@ -17,27 +22,41 @@ class MetricsWriter:
         run_dir: where `metrics.jsonl` and `tensorboard/` are written.
         active: whether this rank writes.
         tensorboard: write TensorBoard events too.
-        num_steps: length of the run, for the progress line.
     """
 
-    def __init__(self, run_dir: Path, *, active: bool, tensorboard: bool, num_steps: int) -> None:
+    def __init__(self, run_dir: Path, *, active: bool, tensorboard: bool) -> None:
         self._file = (run_dir / "metrics.jsonl").open("a") if active else None
+        self._boards = run_dir / "tensorboard" if active and tensorboard else None
         self._board: Any = None
         self._progress: Progress | None = None
         if active:
             self._progress = _progress()
-            self._task = self._progress.add_task("training", total=num_steps, shown="")
+            self._task = self._progress.add_task("training", total=None, shown="")
             self._progress.start()
-        if active and tensorboard:
+
+    def begin(self, phase: str, num_steps: int, done: int = 0) -> None:
+        """Begins or goes on with the steps of a phase, which are numbered from 1 in each.
+
+        Args:
+            phase: `train` or `refit`, which has TensorBoard events in a folder of its own.
+            num_steps: length of the phase, for the progress line.
+            done: steps that a resumed run has behind it; TensorBoard forgets the later ones of the run that was cut.
+        """
+        if self._progress is not None:
+            name = {"train": "training"}.get(phase, phase)
+            self._progress.reset(self._task, total=num_steps, completed=done, description=name, shown="")
+        if self._boards is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))
+            self._close_board()
+            folder = self._boards if phase == "train" else self._boards / phase
+            self._board = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends one line, and one TensorBoard scalar per number.
 
         Args:
-            kind: `train`, `valid` or `test`.
+            kind: `train`, `valid`, `refit`, `resume` or `test`.
             step: global steps done.
             values: names and JSON-able values; NaN is written as null.
         """
@@ -65,10 +84,56 @@ class MetricsWriter:
         """Ends the progress line and the files."""
         if self._progress is not None:
             self._progress.stop()
-        if self._board is not None:
-            self._board.close()
+        self._close_board()
         if self._file is not None:
             self._file.close()
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+class SampleLog:
+    """`samples/rank-<r>.jsonl`: the sample numbers of every step this rank trained, one JSON object a line.
+
+    Args:
+        run_dir: folder of the run.
+        rank: this rank.
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        (run_dir / SAMPLES).mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = (run_dir / SAMPLES / f"rank-{rank}.jsonl").open("a")
+
+    def write(self, kind: str, step: int, epoch: int, samples: list[int]) -> None:
+        """Appends one step.
+
+        Args:
+            kind: `train` or `refit`.
+            step: global steps done, this one included.
+            epoch: number of the epoch.
+            samples: sample numbers in the train view; a dummy is none.
+        """
+        self._file.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, "samples": samples}) + "\n")
+        self._file.flush()  # what a killed process had not given away yet is lost
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._file.close()
+
+
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrites a file of JSON lines, whole or not at all, with the lines that `keep` says; a line that was cut is dropped."""
+    if path.exists():
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_kept(line, keep)]
+        write_whole(path, "".join(f"{line}\n" for line in kept))
+
+
+def _is_kept(line: str, keep: Callable[[dict[str, Any]], bool]) -> bool:
+    try:
+        return keep(json.loads(line))
+    except ValueError:
+        return False
 
 
 def finite(value: Any) -> Any:

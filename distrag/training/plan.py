@@ -9,24 +9,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from distrag.batching.plan import EpochPlan, plan_epoch
+from distrag.batching.nodes import plan_nodes
+from distrag.batching.plan import MAX_RANKS, EpochPlan, plan_epoch
 from distrag.config import RunConfig, check_number, choose_encoder
 from distrag.config.limits import INT32, Range
 from distrag.data.schema import Schema
-from distrag.data.split import View, build_views
-from distrag.data.store import Store, open_store
-from distrag.embedding.planner import ask_planner
+from distrag.data.split import View
+from distrag.data.store import Store
+from distrag.embedding.planner import RANKS_PER_NODE, ask_planner
 from distrag.encoder.padding import Padding, inner_padding
+from distrag.problem import problem
 from distrag.training.checks import Checked, check_job, check_length
 from distrag.training.composition import Walk, padding_shares, recommend, scan_buckets, walk_plan
 from distrag.training.cost import Cost, choose_cost, read_cost
 from distrag.training.footprint import expect_memory, measure_step
-from distrag.training.inputs import choose_features, is_read
+from distrag.training.inputs import build_run_views, choose_features, is_read
+from distrag.training.locality import node_options, open_lengths
 from distrag.training.traffic import expect_traffic
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-MAX_RANKS = 65_536
 PLANNER_SECONDS = 15.0
 _SCAN_SAMPLES = 4_000_000
 _BARS = 14
@@ -40,9 +42,11 @@ class Subject:
     Attributes:
         config: the run.
         world_size: ranks to plan for.
-        store: its store.
+        ranks_per_node: ranks of a node.
+        store: its store, of which only the lengths may be there.
         checked: its choices.
-        view: of the train samples.
+        view: the train samples with the windows of the epoch.
+        epoch: which epoch.
         cost: what the plan balances by.
         cost_from: where that comes from, in words.
         device: `cpu` or `cuda`, where the ranks compute as far as is known.
@@ -50,68 +54,89 @@ class Subject:
 
     config: RunConfig
     world_size: int
+    ranks_per_node: int
     store: Store
     checked: Checked
     view: View
+    epoch: int
     cost: Cost
     cost_from: str
     device: str
 
-    def plan(self, lengths: Ints, epoch: int, bucket_steps: int | None = None) -> EpochPlan:
-        """Returns the plan of these lengths under the config's budget."""
-        batching = self.config.batching
-        return plan_epoch(
-            lengths,
-            world_size=self.world_size,
-            max_tokens=None if batching.global_tokens else batching.max_tokens,
-            global_tokens=batching.global_tokens,
-            max_samples=batching.max_samples,
-            bucket_steps=bucket_steps or batching.bucket_steps,
-            seed=self.config.train.seed,
-            epoch=epoch,
-            cost=self.cost,
-        )
+    def plan(self, bucket_steps: int | None = None, every: int = 1) -> EpochPlan:
+        """Returns the plan of every n-th sample, under the config's budget."""
+        batching, lengths = self.config.batching, self.view.lengths[::every]
+        options: dict[str, Any] = {
+            "world_size": self.world_size,
+            "max_tokens": None if batching.global_tokens else batching.max_tokens,
+            "global_tokens": batching.global_tokens,
+            "max_samples": batching.max_samples,
+            "bucket_steps": bucket_steps or batching.bucket_steps,
+            "seed": self.config.train.seed,
+            "epoch": self.epoch,
+            "cost": self.cost,
+        }
+        if batching.locality == "global":
+            return plan_epoch(lengths, **options)
+        num_nodes = self.world_size // self.ranks_per_node
+        node_of = node_options(self.config, self.store, None, self.view)["nodes_of"](num_nodes)
+        return plan_nodes(lengths, node_of[::every], num_nodes, **options)
 
 
-def open_subject(config: RunConfig, world_size: int) -> Subject:
+def open_subject(config: RunConfig, world_size: int, epoch: int = 0, ranks_per_node: int | None = None) -> Subject:
     """Returns what a plan is made of; refuses what training refuses.
 
     What a rank may hold is checked where `tables.max_gib_per_rank` says it: the ranks are not this machine.
-
-    Raises:
-        ValueError: for a config, store or world size that cannot be trained.
-    """
-    check_number(world_size, Range(1, MAX_RANKS), "--world-size")
-    store = open_store(config.data.path)
-    limit = int(config.tables.max_gib_per_rank * 2**30) or None
-    checked = check_job(config, store.schema, world_size, device=config.train.device, limit_bytes=limit)
-    view = build_views(store, config.data.split, task=config.task, max_len=config.data.max_len)["train"]  # type: ignore[arg-type]
-    device = config.train.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    cost, words = choose_cost(config, checked.cost, read_cost(config.train.run_dir), config.train.device)
-    return Subject(config, world_size, store, checked, view, cost, words, device)
-
-
-def plan_run(config: RunConfig, world_size: int, epoch: int = 0, *, planner_s: float = PLANNER_SECONDS) -> dict[str, Any]:
-    """Returns the plan of an epoch in numbers; refuses what training refuses.
-
-    Where an epoch has more than 256 steps, so many are looked at, evenly spread.
 
     Args:
         config: the run.
         world_size: ranks to plan for.
         epoch: which epoch.
+        ranks_per_node: ranks of a node; 8, or all where there are fewer.
+
+    Raises:
+        ValueError: for a config, store or world size that cannot be trained.
+    """
+    check_number(world_size, Range(1, MAX_RANKS), "--world-size")
+    check_number(epoch, Range(0, INT32), "--epoch")
+    per_node = min(RANKS_PER_NODE, world_size) if ranks_per_node is None else ranks_per_node
+    check_number(per_node, Range(1, world_size), "--ranks-per-node")
+    if world_size % per_node and config.batching.locality == "node":
+        todo = "set --ranks-per-node, or batching.locality to global"
+        raise problem(
+            "Nodes are not alike", got=f"{world_size} ranks, {per_node} a node", wanted="whole nodes", where="--world-size", todo=todo
+        )
+    store = open_lengths(config)
+    limit = int(config.tables.max_gib_per_rank * 2**30) or None
+    checked = check_job(config, store.schema, world_size, device=config.train.device, limit_bytes=limit)
+    view = build_run_views(config, store, checked.cost)["train"].at_epoch(epoch)
+    device = config.train.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cost, words = choose_cost(config, checked.cost, read_cost(config.train.run_dir), config.train.device)
+    return Subject(config, world_size, per_node, store, checked, view, epoch, cost, words, device)
+
+
+def plan_run(
+    config: RunConfig, world_size: int, epoch: int = 0, *, ranks_per_node: int | None = None, planner_s: float = PLANNER_SECONDS
+) -> dict[str, Any]:
+    """Returns the plan of an epoch in numbers; refuses what training refuses.
+
+    Where an epoch has more than 256 steps, so many are looked at, in runs of neighbours spread over it.
+
+    Args:
+        config: the run.
+        world_size: ranks to plan for.
+        epoch: which epoch.
+        ranks_per_node: ranks of a node; 8, or all where there are fewer.
         planner_s: seconds that TorchRec's planner may take; 0 does not ask it.
 
     Raises:
         ValueError: for a config, store or world size that cannot be trained.
     """
-    check_number(epoch, Range(0, INT32), "--epoch")
     check_number(planner_s, Range(0, 1e6), "--planner-seconds")
-    subject = open_subject(config, world_size)
-    lengths = subject.view.lengths
-    plan = subject.plan(lengths, epoch)
+    subject = open_subject(config, world_size, epoch, ranks_per_node)
+    plan, lengths = subject.plan(), subject.view.lengths
     run_steps = check_length(config, plan.num_steps)
     walk, paddings = walk_plan(plan), find_paddings(subject)
     return {
@@ -126,7 +151,7 @@ def plan_run(config: RunConfig, world_size: int, epoch: int = 0, *, planner_s: f
         "cost_from": subject.cost_from,
         **walk.numbers(),
         **padding_shares(plan, lengths, paddings),
-        **_buckets(subject, epoch, paddings),
+        **_buckets(subject, paddings),
         **_machines(subject, walk, planner_s),
         "length_histogram": length_histogram(lengths),
         **_features(config, subject.store.schema),
@@ -145,11 +170,11 @@ def find_paddings(subject: Subject) -> dict[str, Padding]:
     return {"padded_batch_padding_share": "rectangle", **{f"encoder_padding_share_{d}": padding for d, padding in inside.items()}}
 
 
-def _buckets(subject: Subject, epoch: int, paddings: Mapping[str, Padding]) -> dict[str, Any]:
+def _buckets(subject: Subject, paddings: Mapping[str, Padding]) -> dict[str, Any]:
     """Returns padding against mixing for several `bucket_steps`, over every n-th sample of a large view, and which to take."""
-    lengths = subject.view.lengths
-    lengths = np.ascontiguousarray(lengths[:: max(1, len(lengths) // _SCAN_SAMPLES)])
-    rows = scan_buckets(lambda k: subject.plan(lengths, epoch, k), lengths, paddings, subject.config.batching.bucket_steps)
+    every = max(1, len(subject.view) // _SCAN_SAMPLES)
+    lengths = subject.view.lengths[::every]
+    rows = scan_buckets(lambda k: subject.plan(k, every), lengths, paddings, subject.config.batching.bucket_steps)
     names = {device: f"encoder_padding_share_{device}" for device in _DEVICES}
     advice = {device: recommend(rows, name, paddings[name]) for device, name in names.items()}
     return {"buckets": rows, "bucket_steps_advice": {device: {"bucket_steps": k, "why": why} for device, (k, why) in advice.items()}}
@@ -160,7 +185,7 @@ def _machines(subject: Subject, walk: Walk, planner_s: float) -> dict[str, Any]:
     config, checked = subject.config, subject.checked
     tokens, samples = float(walk.tokens.mean()), float(walk.samples.mean())
     ids = ids_per_key(subject, tokens, samples)
-    step = measure_step(config, checked, subject.store, subject.view, int(walk.tokens.max(initial=0)))
+    step = measure_step(config, checked, subject.view.lengths, int(walk.tokens.max(initial=0)))
     sharded = sum(ids[key] for spec in checked.specs if checked.shardings[spec.name] != "replicated" for key in spec.keys)
     prefetch = 0 if config.debug else config.batching.prefetch
     memory = expect_memory(step, checked.placements, walk.tokens, walk.samples, sharded, config.model.dim, prefetch)
@@ -173,6 +198,7 @@ def _machines(subject: Subject, walk: Walk, planner_s: float) -> dict[str, Any]:
         config.model.dim,
         subject.world_size,
         device=subject.device,
+        ranks_per_node=subject.ranks_per_node,
         batch_size=max(1, round(samples)),
         pooling_factors={key: max(1e-3, count / max(samples, 1e-9)) for key, count in ids.items()},
         limit_s=planner_s,

@@ -10,6 +10,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from distrag.batch import RaggedBatch
 from distrag.parallel import Parallel
 from distrag.problem import problem
+from distrag.training.timing import StepWatch
 from distrag.world import World
 
 
@@ -29,7 +30,14 @@ class StepResult:
 
 
 def train_step(
-    parallel: Parallel, optimizer: CombinedOptimizer, batch: RaggedBatch, world: World, *, clip_norm: float = 0.0, want_norm: bool = False
+    parallel: Parallel,
+    optimizer: CombinedOptimizer,
+    batch: RaggedBatch,
+    world: World,
+    *,
+    clip_norm: float = 0.0,
+    want_norm: bool = False,
+    watch: StepWatch | None = None,
 ) -> StepResult:
     """Runs forward, backward and update for this rank's share of one global step.
 
@@ -44,11 +52,14 @@ def train_step(
         world: the ranks.
         clip_norm: largest norm of the dense gradient; 0 does not clip.
         want_norm: compute the norm even when it does not clip.
+        watch: times the parts of the step, its `begin` already called.
     """
     optimizer.zero_grad()
     loss_sum, loss_count = parallel.model(batch)
     count = batch.global_count if batch.global_count > 0 else 1.0
     (loss_sum * (world.size / count)).backward()
+    if watch is not None:
+        watch.mark("backward")  # from here on no rank waits for another
     grad_norm = torch.zeros(())
     if clip_norm > 0 or want_norm:
         gradients = [p.grad for p in parallel.dense.values() if p.grad is not None]

@@ -9,48 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrag.batching.plan import EpochPlan, plan_epoch
+from distrag.batching import layout
+from distrag.batching.plan import plan_epoch
+from tests.batching.worlds import Plannable, draw_lengths, everything, steps_of, worlds
 
-COSTS = [(1.0, 0.0, 0.0), (1.0, 0.01, 0.0), (0.0, 1.0, 3.0), (0.0, 0.0, 1.0)]
-
-
-def everything(plan: EpochPlan) -> list[int]:
-    dealt = [plan.samples(step, rank) for step in range(plan.num_steps) for rank in range(plan.world_size)]
-    return sorted(np.concatenate([*dealt, np.zeros(0, np.int64)]).tolist())
+MANY = settings.default.max_examples * 20  # 2,000, or fewer in a profile that has few
 
 
-@st.composite
-def worlds(draw: st.DrawFn) -> dict[str, object]:
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    n, longest = draw(st.integers(0, 300)), draw(st.integers(0, 60))
-    kind = draw(st.sampled_from(["uniform", "zipf", "zero", "equal", "one giant"]))
-    lengths = rng.integers(0, longest + 1, n)
-    if kind == "zipf":
-        lengths = np.minimum(np.minimum(rng.zipf(1.2, n), 10**6) - 1, longest)
-    elif kind == "zero":
-        lengths = np.where(rng.random(n) < 0.8, 0, lengths)
-    elif kind == "equal":
-        lengths = np.full(n, longest)
-    elif kind == "one giant" and n:
-        lengths = np.ones(n, np.int64)
-        lengths[rng.integers(n)] = max(longest, 1)
-    return {
-        "lengths": lengths.astype(draw(st.sampled_from([np.int64, np.int32, np.uint16]))),
-        "world_size": draw(st.integers(1, 9)),
-        "budget": max(1, int(lengths.max(initial=0))) + draw(st.integers(0, 200)),
-        "seed": draw(st.integers(0, 2**40)),
-        "epoch": draw(st.integers(0, 5)),
-        "shuffle": draw(st.booleans()),
-        "cost": draw(st.sampled_from(COSTS)),
-        "bucket_steps": draw(st.sampled_from([1, 1, 2, 5])),
-    }
+@pytest.fixture(autouse=True, scope="module")
+def _few_blocks() -> object:
+    """Blocks of several samples from a few hundred samples on, as with millions."""
+    old, layout.MAX_BLOCKS = layout.MAX_BLOCKS, 150
+    yield
+    layout.MAX_BLOCKS = old
 
 
-@settings(max_examples=300, deadline=None)
-@given(worlds(), st.one_of(st.none(), st.integers(1, 12)))
-def test_every_sample_once_under_both_caps_in_equal_steps(world: dict[str, object], max_samples: int | None) -> None:
-    lengths, budget, W = world.pop("lengths"), world.pop("budget"), world["world_size"]
-    plan = plan_epoch(lengths, max_tokens=budget, max_samples=max_samples, **world)
+@settings(max_examples=MANY, deadline=None)
+@given(worlds())
+def test_every_sample_once_under_both_caps_in_steps_that_all_ranks_have(world: Plannable) -> None:
+    plan, lengths, W = world.plan(), world.lengths, world.options["world_size"]
     assert everything(plan) == list(range(len(lengths)))
     total = 0
     for step in range(plan.num_steps):
@@ -59,54 +36,102 @@ def test_every_sample_once_under_both_caps_in_equal_steps(world: dict[str, objec
         assert len(plan.step_samples(step)) > 0
         assert all(part.dtype == np.int64 for part in parts)
         tokens = [int(lengths[part].sum()) for part in parts]
-        assert max(tokens) <= budget
-        assert max(len(part) for part in parts) <= (max_samples or budget)
+        assert max(tokens) <= world.budget
+        assert max(len(part) for part in parts) <= (world.options["max_samples"] or world.budget)
         assert [plan.tokens(step, rank) for rank in range(W)] == tokens == plan.rank_tokens(step).tolist()
         assert plan.step_tokens(step) == sum(tokens)
-        assert plan.imbalance(step) == pytest.approx(plan.imbalances()[step])
         total += sum(tokens)
-    assert total == plan.num_tokens == plan.summary()["num_tokens"]
-    again = plan_epoch(lengths, max_tokens=budget, max_samples=max_samples, **world)
-    assert all(np.array_equal(plan.samples(s, r), again.samples(s, r)) for s in range(plan.num_steps) for r in range(W))
+    assert total == plan.num_tokens
+    assert world.plan().num_steps == plan.num_steps
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=MANY // 5, deadline=None)
+@given(worlds(), st.integers(0, 2**32))
+def test_any_step_comes_alike_however_it_is_reached(world: Plannable, order: int) -> None:
+    plan = world.plan()
+    walked = steps_of(plan)
+    again = world.plan(lengths=world.lengths.astype(np.int64))
+    assert again.fingerprint == plan.fingerprint
+    for step in np.random.default_rng(order).permutation(plan.num_steps)[:10]:
+        assert [again.samples(int(step), rank).tolist() for rank in range(plan.world_size)] == walked[step]
+
+
+@settings(max_examples=MANY // 5, deadline=None)
 @given(worlds())
-def test_global_steps_do_not_depend_on_the_world_size(world: dict[str, object]) -> None:
-    lengths, budget, W = world.pop("lengths"), world.pop("budget"), world.pop("world_size")
-    one = plan_epoch(lengths, world_size=1, global_tokens=budget, **world)
-    many = plan_epoch(lengths, world_size=W, global_tokens=budget, **world)
+def test_global_steps_do_not_depend_on_the_world_size_or_the_cost(world: Plannable) -> None:
+    lengths, budget = world.lengths, world.budget
+    one, many = world.plan_global(world_size=1, cost=(1.0, 0.0, 0.0)), world.plan_global()
     assert everything(many) == list(range(len(lengths)))
     assert one.num_steps == many.num_steps
     values = np.random.default_rng(0).random(len(lengths))
-    assert one.step_sums(values).tobytes() == many.step_sums(values).tobytes()
     for step in range(one.num_steps):
         assert np.array_equal(one.step_samples(step), many.step_samples(step))
+        assert one.step_sum(step, values) == many.step_sum(step, values)
         assert many.step_tokens(step) <= budget
-        assert len(many.step_samples(step)) <= budget
+        assert 0 < len(many.step_samples(step)) <= budget
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=MANY // 10, deadline=None)
 @given(worlds())
-def test_cost_is_balanced_to_the_dearest_sample_where_no_cap_binds(world: dict[str, object]) -> None:
-    lengths, budget, W = world.pop("lengths"), world.pop("budget"), world["world_size"]
-    plan = plan_epoch(lengths, global_tokens=2 * budget, **world)
+def test_cost_is_balanced_to_the_dearest_sample_where_no_cap_binds(world: Plannable) -> None:
+    plan = world.plan_global(global_tokens=2 * world.budget)
     a, b, c = plan.cost
     for step in range(plan.num_steps):
         costs = plan.rank_costs(step)
-        sizes = lengths[plan.step_samples(step)].astype(np.float64)
+        sizes = world.lengths[plan.step_samples(step)].astype(np.float64)
         dearest = (a * sizes + b * sizes**2 + c).max()
-        assert costs.max() <= costs.mean() + (1 - 1 / W) * dearest + 1e-6
+        assert costs.max() <= costs.mean() + dearest + 1e-6
+        assert plan.imbalance(step) == pytest.approx(costs.max() / costs.mean() if costs.mean() > 0 else 1.0)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(20, 400))
-def test_steps_have_about_equal_tokens_the_last_one_too(seed: int, world_size: int, num_per_rank: int) -> None:
+@settings(max_examples=MANY // 10, deadline=None)
+@given(worlds(), st.integers(1, 40), st.integers(1, 9))
+def test_the_rest_of_an_epoch_holds_exactly_what_its_steps_have_left(world: Plannable, done: int, other: int) -> None:
+    plan = world.plan()
+    done = min(done, plan.num_steps)
+    used = [sample for step in range(done) for sample in plan.step_samples(step).tolist()]
+    left = np.setdiff1d(np.arange(len(world.lengths)), used)
+    rest = world.plan(world_size=other, samples=left, first_step=done)
+    assert (rest.first_step, rest.num_samples, rest.fingerprint) == (done, len(left), plan.fingerprint)
+    assert everything(rest) == left.tolist()
+    assert all(rest.rank_tokens(step).max() <= world.budget for step in range(done, rest.num_steps))
+
+
+@settings(max_examples=MANY // 20, deadline=None)
+@given(worlds(most=200), st.integers(1, 30))
+def test_more_steps_than_needed_can_be_asked_for(world: Plannable, more: int) -> None:
+    fewest = world.plan().num_steps
+    if fewest + more <= len(world.lengths):
+        plan = world.plan(num_steps=fewest + more)
+        assert plan.num_steps >= fewest + more
+        assert everything(plan) == list(range(len(world.lengths)))
+
+
+@settings(max_examples=MANY // 20, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(20, 400), st.sampled_from([1 << 17, 2000]))
+def test_steps_have_about_equal_tokens_and_cost_the_last_one_too(seed: int, world_size: int, num_per_rank: int, pool: int) -> None:
     lengths = np.random.default_rng(seed).integers(0, 30, 10 * world_size * num_per_rank)
-    plan = plan_epoch(lengths, world_size=world_size, max_tokens=15 * num_per_rank, seed=seed)
-    tokens = plan.step_sums(lengths)
-    assert tokens.min() >= 0.9 * tokens.mean()
-    assert plan.num_steps <= -(-int(lengths.sum()) // (world_size * 15 * num_per_rank)) + 1
+    plan = plan_epoch(
+        lengths, world_size=world_size, max_tokens=15 * num_per_rank, seed=seed, cost=(1.0, 0.05, 0.0), pool_samples=pool * world_size
+    )
+    tokens = np.array([plan.step_tokens(step) for step in range(plan.num_steps)])
+    costs = np.array([plan.rank_costs(step).sum() for step in range(plan.num_steps)])
+    assert tokens.min() >= 0.97 * tokens.mean()
+    assert costs.max() <= 1.05 * costs.mean()
+    assert plan.num_steps <= -(-int(lengths.sum()) // (world_size * 15 * num_per_rank)) * 1.04 + 1
+
+
+@pytest.mark.parametrize("kind", ["zipf", "lognormal", "uniform"])
+@pytest.mark.parametrize(("world_size", "per_rank"), [(2, 32), (8, 32), (8, 256), (64, 32)])
+def test_ranks_are_balanced_to_a_fraction_of_a_percent_in_cost_and_tokens(kind: str, world_size: int, per_rank: int) -> None:
+    lengths = 1 + draw_lengths(np.random.default_rng(3), kind, world_size * per_rank * 40, 200)
+    plan = plan_epoch(
+        lengths, world_size=world_size, max_tokens=int(1.02 * per_rank * lengths.mean()), cost=(1.0, 1 / 1536, 0.0), pool_samples=1 << 14
+    )
+    numbers = plan.summary()
+    assert numbers["imbalance_mean"] <= (1.002 if per_rank == 256 else 1.01)
+    assert numbers["token_imbalance_mean"] <= (1.002 if per_rank == 256 else 1.01)
+    assert numbers["rank_tokens_max"] <= int(1.02 * per_rank * lengths.mean())
 
 
 def test_rare_batch_counts_are_the_same_on_both_ranks_in_every_order() -> None:
@@ -158,7 +183,7 @@ def test_no_samples_give_no_steps() -> None:
         plan = plan_epoch([], world_size=3, **budget)
         assert plan.num_steps == 0
         assert plan.summary()["num_steps"] == 0
-        assert plan.step_sums([]).shape == (0,)
+        assert plan.imbalances().shape == (0,)
 
 
 def test_fewer_samples_than_ranks_leave_ranks_for_dummies() -> None:
@@ -205,11 +230,37 @@ def test_buckets_put_like_lengths_into_one_step() -> None:
         return 1 - lengths.sum() / sum(len(step) * step.max() for step in steps)
 
     assert padding(1) > 0.4
-    assert padding(8) < 0.15
+    assert padding(8) < 0.17
 
 
-@pytest.mark.parametrize("world_size", [2, 8, 64])
-def test_attention_cost_is_within_half_a_percent_at_many_samples_a_rank(world_size: int) -> None:
-    lengths = np.minimum(np.random.default_rng(1).lognormal(2.7, 1.26, 150 * world_size * 12), 200).astype(np.int64)
-    plan = plan_epoch(lengths, world_size=world_size, max_tokens=4096, cost=(1.0, 1 / 512, 0.0))
-    assert plan.imbalances().mean() < 1.005
+def test_another_epoch_has_other_pools_steps_and_dealing() -> None:
+    lengths = draw_lengths(np.random.default_rng(5), "lognormal", 4000, 300)
+    plans = [plan_epoch(lengths, world_size=2, max_tokens=900, epoch=epoch, pool_samples=500) for epoch in range(2)]
+    pairs = []
+    for plan in plans:
+        met = {tuple(pair) for step in range(plan.num_steps) for pair in itertools.pairwise(sorted(plan.step_samples(step).tolist()))}
+        pairs.append(met)
+    assert len(pairs[0] & pairs[1]) < 0.1 * len(pairs[0])
+    longest = int(lengths.argmax())
+    for name in ("step", "rank"):
+        seen = set()
+        for epoch in range(12):
+            plan = plan_epoch(lengths, world_size=2, max_tokens=900, epoch=epoch, pool_samples=500)
+            step = next(step for step in range(plan.num_steps) if longest in plan.step_samples(step))
+            seen.add(step if name == "step" else int(longest in plan.samples(step, 1)))
+        assert len(seen) >= (6 if name == "step" else 2)
+
+
+def test_each_sample_is_as_likely_in_any_step() -> None:
+    lengths = draw_lengths(np.random.default_rng(6), "lognormal", 300, 100)
+    where = np.zeros((300, 10), np.int64)
+    num_epochs = 400
+    for epoch in range(num_epochs):
+        plan = plan_epoch(lengths, world_size=2, max_tokens=int(lengths.sum() / 18), seed=1, epoch=epoch)
+        for step in range(plan.num_steps):
+            where[plan.step_samples(step), min(step * 10 // plan.num_steps, 9)] += 1
+    expected = where.sum(0) / 300
+    # Chi-squared of each sample over tenths of the epoch: 9 degrees of freedom, mean 9.
+    chi = ((where - expected) ** 2 / expected).sum(1)
+    assert 7.5 < chi.mean() < 10.5
+    assert chi.max() < 45

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from distrag.batching.plan import plan_epoch
@@ -94,20 +99,109 @@ def test_the_plan_of_an_epoch_is_made_once() -> None:
     assert fixed.plan is plan
 
 
-def test_a_resumed_epoch_yields_exactly_the_rest() -> None:
-    whole = TokenBudgetSampler(LENGTHS, max_tokens=60, num_replicas=2, rank=1, seed=9)
+def build(world_size: int = 2, rank: int = 0, **options: Any) -> TokenBudgetSampler:
+    budget = {} if "global_tokens" in options else {"max_tokens": 60}
+    return TokenBudgetSampler(LENGTHS, num_replicas=world_size, rank=rank, **{**budget, **options})
+
+
+def resumed(state: dict[str, Any], **options: Any) -> TokenBudgetSampler:
+    sampler = build(**options)
+    sampler.load_state_dict(json.loads(json.dumps(state)))  # as a checkpoint keeps it
+    return sampler
+
+
+def test_a_resumed_epoch_yields_exactly_the_rest_and_after_its_end_the_next() -> None:
+    whole = build(rank=1, seed=9)
     whole.set_epoch(4)
     steps = list(whole)
-    resumed = TokenBudgetSampler(LENGTHS, max_tokens=60, num_replicas=2, rank=1)
-    resumed.load_state_dict(whole.state_dict(7))
-    assert list(resumed) == steps[7:]
-    assert len(resumed) == len(steps) - 7
-    resumed.set_epoch(4)
-    assert list(resumed) == steps[7:]
-    resumed.set_epoch(5)
-    assert len(list(resumed)) == len(resumed) == resumed.plan.num_steps
-    resumed.load_state_dict(whole.state_dict(len(steps)))
-    assert list(resumed) == []
+    again = resumed(whole.state_dict(7), rank=1)
+    assert list(again) == steps[7:]
+    assert len(again) == len(steps) - 7
+    third = resumed(again.state_dict(11), rank=1)
+    assert list(third) == steps[11:]
+    again.set_epoch(5)
+    assert len(list(again)) == len(again) == again.plan.num_steps
+    after = resumed(whole.state_dict(len(steps)), rank=1)
+    assert (after.epoch, after.start) == (5, 0)
+    assert list(after) == list(again)
+
+
+def test_what_was_read_ahead_does_not_count_as_used() -> None:
+    whole = build()
+    steps, reader = list(whole), iter(build())
+    read = [next(reader) for _ in range(12)]
+    again = resumed(whole.state_dict(10))  # 10 were trained, 2 wait in the loader
+    assert read == steps[:12]
+    assert list(again) == steps[10:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(40, 200), st.integers(0, 8)), min_size=1, max_size=5),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_each_sample_once_an_epoch_however_often_ranks_and_budget_change(
+    parts: list[tuple[int, int, int]], by_globe: bool, seed: int
+) -> None:
+    name = "global_tokens" if by_globe else "max_tokens"
+    state, trained, epoch, done = None, {0: [], 1: []}, 0, 0
+    for world_size, budget, num_steps in [*parts, (3, 75, 10**6)]:
+        options = {"world_size": world_size, name: budget, "seed": seed, "content_hash": "abc"}
+        samplers = [build(rank=rank, **options) if state is None else resumed(state, rank=rank, **options) for rank in range(world_size)]
+        epoch, done = samplers[0].epoch, samplers[0].start
+        if epoch > 1:
+            break
+        ranks = [list(sampler)[:num_steps] for sampler in samplers]
+        assert len({len(rank) for rank in ranks}) == 1
+        assert all(step.step == done + i for rank in ranks for i, step in enumerate(rank))
+        trained[epoch] += flat(ranks)
+        state = samplers[0].state_dict(done + len(ranks[0]))
+        assert len(json.dumps(state)) < 2000
+    if epoch == 0:
+        assert resumed(state, **options).epoch == 1
+    for of_epoch in range(epoch):
+        assert sorted(trained[of_epoch]) == list(range(200))
+    if done == 0 and epoch == 1:
+        assert sorted(trained[0]) == list(range(200))
+
+
+def test_a_global_budget_is_resumed_step_by_step_on_any_ranks() -> None:
+    one = build(1, global_tokens=90)
+    steps = [sorted(step) for step in one]
+    ranks = [list(resumed(one.state_dict(5), world_size=3, rank=rank, global_tokens=90, cost=(1.0, 0.5, 0.0))) for rank in range(3)]
+    assert [sorted(itertools.chain(*step)) for step in zip(*ranks, strict=True)] == steps[5:]
+
+
+def test_other_data_is_refused_naming_both_hashes() -> None:
+    state = build(content_hash="aaaa").state_dict(3)
+    with pytest.raises(ValueError, match=r"(?s)aaaa.*bbbb.*where: +resume"):
+        resumed(state, content_hash="bbbb")
+    other = TokenBudgetSampler(LENGTHS[::-1], max_tokens=60, num_replicas=2, rank=0)
+    with pytest.raises(ValueError, match=state["fingerprint"]):
+        other.load_state_dict(state)
+
+
+class Drawn:
+    """Lengths that change with the epoch, as a truncation that is drawn anew."""
+
+    def __init__(self) -> None:
+        self.lengths = LENGTHS
+
+    def at_epoch(self, epoch: int) -> np.ndarray:
+        return np.minimum(LENGTHS, 10 + epoch)
+
+
+def test_lengths_of_an_epoch_are_asked_for_and_resumed() -> None:
+    sampler = TokenBudgetSampler(Drawn(), max_tokens=60, num_replicas=1, rank=0, counts=lambda lengths: lengths * 2)
+    for epoch in (0, 3):
+        sampler.set_epoch(epoch)
+        steps = list(sampler)
+        assert sum(step.num_tokens_global for step in steps) == np.minimum(LENGTHS, 10 + epoch).sum()
+        assert all(step.global_count == 2 * step.num_tokens_global for step in steps)
+    again = TokenBudgetSampler(Drawn(), max_tokens=60, num_replicas=1, rank=0)
+    again.load_state_dict(sampler.state_dict(2))
+    assert list(again) == steps[2:]
 
 
 def test_global_budget_gives_the_same_steps_at_every_world_size() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrag.data.counter import stream, uniform
 from distrag.data.split import SplitConfig, View, build_views, row_parts
 from distrag.data.store import Store
 from distrag.data.write import write_store
@@ -114,6 +115,13 @@ def test_the_part_of_a_row_depends_on_its_number_and_the_seed_alone() -> None:
     assert row_parts(100, split).tolist() == row_parts(1000, split)[:100].tolist()
     assert row_parts(100, split).tolist() != row_parts(100, SplitConfig(kind="row", valid_share=0.3, test_share=0.2, seed=6)).tolist()
     assert np.bincount(row_parts(100_000, split)) / 100_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
+
+
+def test_what_a_seed_gives_stays_the_same_from_version_to_version() -> None:
+    parts = row_parts(40, SplitConfig(kind="row", valid_share=0.3, test_share=0.2, seed=5))
+    assert "".join(map(str, parts.tolist())) == "2200121200001010012000002220020010101020"
+    assert uniform(np.arange(3), 5).tolist() == [0.13463346197202453, 0.023352515697154352, 0.9427605406010304]
+    assert stream(1, 7, 2) == 17296313757956345592
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 6))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,27 @@ def test_ranks_equal_a_full_sort_for_any_size_and_tile(seed: int) -> None:
     tile = Tile(int(rng.integers(1, 70)), int(rng.integers(1, 90)))
     ranks = rank_targets(ALONE, catalogue, case.queries, [len(case.queries)], case.held_out.targets, seen, offsets, tile=tile)
     assert ranks.tolist() == slow_ranks(case).tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_that_each_read_only_their_own_samples_give_the_same(world_size: int) -> None:
+    case = build_case(seed=1)
+    shares, whole = _shares(len(case.queries), world_size), case.held_out
+
+    def rank() -> tuple[np.ndarray, dict[str, int | float]]:
+        world = start_world("cpu")
+        own = shares[world.rank]
+        targets, items = np.full_like(whole.targets, -99), np.full_like(whole.items, 7)  # of others only nonsense is here
+        targets[own] = whole.targets[own]
+        for first, end in zip(whole.first[own], whole.end[own], strict=True):
+            items[first:end] = whole.items[first:end]
+        apart = dataclasses.replace(whole, targets=targets, items=items, apart=True)
+        return _rank(world, dataclasses.replace(case, held_out=apart), [(0, 0, case.table)], flush_at=20)
+
+    wanted = _rank(ALONE, case, [(0, 0, case.table)])
+    for ranks, metrics in run_ranks(rank, world_size):
+        assert ranks.tolist() == wanted[0].tolist()
+        assert metrics == wanted[1]
 
 
 def _float_case() -> Case:
@@ -159,6 +182,8 @@ def test_seen_items_are_the_whole_row_and_not_the_truncated_history() -> None:
     held_out = HeldOut.of(view, np.array([4, 3, 2, 1, 5], np.uint8))
     assert held_out.targets.tolist() == [5]
     assert held_out.take_seen(one)[0].tolist() == [4, 3, 2, 1]
+    oldest = View(rows=one, begin=one, end=np.array([2]), next=np.array([4]), first=one, num_cut=2)
+    assert HeldOut.of(oldest, held_out.items).take_seen(one)[0].tolist() == [4, 3, 2, 1], "what lies between the window and the target too"
 
 
 def test_rows_are_scored_where_they_lie_and_no_rank_holds_the_table() -> None:

@@ -78,7 +78,7 @@ def test_a_file_that_is_no_cost_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("values", [[0, 0, 0], [1, -1, 0], [1, float("nan"), 0], [1, 2], [float("inf"), 0, 0]])
 def test_numbers_that_are_no_cost_are_refused(tmp_path: Path, values: list[float]) -> None:
     write_cost(fitted(config(), cost=tuple(values)), tmp_path)
-    with pytest.raises(ValueError, match="(?s)fitted cost cannot be read"):
+    with pytest.raises(ValueError, match="fitted cost cannot be read"):
         read_cost(tmp_path)
 
 

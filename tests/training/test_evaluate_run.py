@@ -100,6 +100,20 @@ def test_a_further_feature_of_a_newer_store_stays_unread(folder: Path, tmp_path:
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("truncate", ["oldest", "random_window", "stochastic"])
+def test_a_run_is_evaluated_with_the_windows_it_was_tested_with(folder: Path, tmp_path: Path, truncate: str) -> None:
+    run = sections(folder / "store", tmp_path / "run", num_epochs=1, refit=truncate == "stochastic")
+    run["data"] |= {"max_len": 4, "truncate": truncate, "mean_cost_share": 0.6}
+    result = train(run)
+    assert evaluate_run(str(result.run_dir), "test")[0] == pytest.approx(result.test, abs=1e-6)
+    store = open_store(folder / "store")
+    few = np.concatenate([np.arange(start, start + 4) for start in store.offsets[:-1]])  # too short for any law of stochastic
+    history = {"item": store.position("item")[few], "price": store.position("price")[few]}
+    names = {"item": store.vocabulary("item")}
+    write_store(tmp_path / "short", history=history, offsets=4 * np.arange(61), tables={"item": 21}, vocabularies=names, label=store.label)
+    assert evaluate_run(str(result.run_dir), data=str(tmp_path / "short"))[0]["users"] == 60
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

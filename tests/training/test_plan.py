@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from distrag.encoder import ENCODERS
 from distrag.encoder.attention import grouped_attention
 from distrag.encoder.padding import count_cells, inner_padding
 from distrag.ragged import lengths_to_offsets
-from distrag.training.composition import Entropy, max_over_mean, recommend, spread
+from distrag.training.composition import Entropy, max_over_mean, recommend, spread, spread_runs
 from distrag.training.plan import length_histogram, plan_run
 from distrag.training.plan_text import describe_plan
 from tests.batching.stores import lengths_store, small_store
@@ -178,8 +179,9 @@ def test_memory_of_tables_by_hand(equal: Path, tables: dict[str, Any], world_siz
     assert plan_run(config(equal, tables=tables), world_size, planner_s=0)["memory_per_rank"]["tables_bytes"] == wanted
 
 
-def test_memory_of_dense_parameters_and_batches_by_hand(equal: Path) -> None:
-    memory = plan_run(config(equal, encoder={"name": "gru"}), 2, planner_s=0)["memory_per_rank"]
+def test_memory_of_dense_parameters_and_batches_by_hand(tmp_path: Path) -> None:
+    store = lengths_store(tmp_path, [7] * 400).path
+    memory = plan_run(config(store, encoder={"name": "gru"}), 2, planner_s=0)["memory_per_rank"]
     assert memory["dense_bytes"] == 16 * (2 * 24 * 8 + 2 * 24)
     # 18 ids, lengths of 3 keys, 3 offsets, label, weight and sample number of 2 samples; this batch and one ahead
     assert memory["batch_bytes"] == pytest.approx(2 * (18 * 8 + 3 * 2 * 8 + 3 * 8 + 2 * (4 + 4 + 8)))
@@ -192,16 +194,39 @@ def test_expected_activations_are_those_of_a_large_step(uneven: Path) -> None:
     from distrag.training.plan import open_subject
     from distrag.training.trial import take_samples
 
-    subject = open_subject(config(uneven, data={"max_len": 100}, model={"dim": 32}, encoder={"name": "sasrec"}), 1)
-    step = footprint.measure_step(subject.config, subject.checked, subject.store, subject.view, 512)
-    model, rows = footprint._build_probe(subject.config, subject.checked)
-    collate = footprint._build_collate(subject.config, subject.checked, subject.store, model.tables.key_order)
+    sections: dict[str, Any] = {
+        "data": {"max_len": 100},
+        "batching": {"max_tokens": 512},
+        "model": {"dim": 32},
+        "encoder": {"name": "sasrec"},
+    }
+    subject = open_subject(config(uneven, **sections), 1)
     lengths = subject.view.lengths
+    per_token, per_sample, fixed = footprint.measure_step(subject.config, subject.checked, lengths, 512).activations
     samples = take_samples(lengths, np.random.default_rng(3).permutation(len(lengths)), 6000, 6000)
-    batch = footprint._cut_ids(collate(subject.view, samples, global_count=1.0), rows)
-    per_token, per_sample, fixed = step.activations
+    probe = footprint._build_probe(subject.config, subject.checked)
+    batch = probe.batch(lengths[samples])
+    batch.check(probe.rows)
     expected = per_token * int(lengths[samples].sum()) + per_sample * len(samples) + fixed
-    assert footprint.measure_peak(lambda: footprint._run(model, batch)) == pytest.approx(expected, rel=0.02)
+    assert footprint.measure_peak(lambda: probe.run(batch)) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("loss", ["bce", "sampled_softmax", "full_softmax"])
+def test_the_probe_looks_up_as_many_ids_as_a_real_batch(equal: Path, loss: str) -> None:
+    from distrag.training import footprint
+    from distrag.training.build import build_job
+    from distrag.training.plan import open_subject
+    from distrag.world import open_world
+
+    run = config(equal, loss={"name": loss, "num_negatives": 5})
+    subject, samples = open_subject(run, 1), np.arange(3)
+    made = footprint._build_probe(run, subject.checked).batch(subject.view.lengths[samples])
+    with open_world("cpu") as world:
+        job = build_job(run, world)
+        real = job.collate(job.views["train"], samples)
+    assert made.ids.keys() == real.ids.keys()
+    assert made.ids.lengths().tolist() == real.ids.lengths().tolist()
+    assert footprint.batch_bytes(made) == footprint.batch_bytes(real)
 
 
 def test_entropy_by_hand() -> None:
@@ -278,13 +303,16 @@ def test_histogram_classes_cover_every_length_once() -> None:
     assert len(classes) <= 14
     assert classes[0]["from"] == lengths.min()
     assert classes[-1]["to"] == lengths.max()
-    assert all(one["to"] + 1 == two["from"] for one, two in zip(classes, classes[1:], strict=False))
+    assert all(one["to"] + 1 == two["from"] for one, two in pairwise(classes))
     assert [((lengths >= it["from"]) & (lengths <= it["to"])).sum() for it in classes] == [it["samples"] for it in classes]
     assert length_histogram(np.array([0, 0, 2])) == [{"from": n, "to": n, "samples": k} for n, k in ((0, 2), (1, 0), (2, 1))]
     assert length_histogram(np.zeros(0, np.int64)) == []
 
 
 def test_steps_are_spread_over_the_epoch() -> None:
+    assert spread_runs(5, 256).tolist() == [0, 1, 2, 3, 4]
+    assert spread_runs(100, 6, run=3).tolist() == [0, 1, 2, 97, 98, 99]
+    assert spread_runs(0, 8).tolist() == []
     assert spread(5, 256).tolist() == [0, 1, 2, 3, 4]
     assert spread(0, 256).tolist() == []
     assert spread(1001, 3).tolist() == [0, 500, 1000]
@@ -302,6 +330,25 @@ def test_4096_ranks_are_planned_in_seconds(uneven: Path) -> None:
     assert "4,096 rank(s)" in describe_plan(numbers)
 
 
+def test_nodes_are_planned_with_their_own_rows(uneven: Path) -> None:
+    run = config(uneven, data={"max_len": 100}, batching={"max_tokens": 512, "locality": "node"})
+    numbers = plan_run(run, 4, ranks_per_node=2, planner_s=0)
+    everywhere = plan_run(config(uneven, data={"max_len": 100}, batching={"max_tokens": 512}), 4, planner_s=0)
+    assert numbers["num_tokens"] == everywhere["num_tokens"]
+    assert numbers["rank_tokens_max"] <= 512
+    assert numbers["num_steps"] >= everywhere["num_steps"]
+    with pytest.raises(ValueError, match=r"(?s)Nodes are not alike.*4 ranks, 3 a node.*--ranks-per-node"):
+        plan_run(run, 4, ranks_per_node=3)
+    with pytest.raises(ValueError, match=r"(?s)out of range.*--ranks-per-node"):
+        plan_run(run, 4, ranks_per_node=5)
+
+
+def test_an_epoch_of_drawn_windows_is_planned_as_it_is_drawn(uneven: Path) -> None:
+    run = config(uneven, data={"max_len": 100, "truncate": "stochastic", "mean_cost_share": 0.5}, batching={"max_tokens": 512})
+    tokens = [plan_run(run, 2, epoch, planner_s=0)["num_tokens"] for epoch in (0, 0, 1)]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
 def test_every_feature_labels_and_empty_histories(tmp_path: Path) -> None:
     store = small_store(tmp_path).path
     split = {"kind": "row", "valid_share": 0.0, "test_share": 0.0}
@@ -309,7 +356,7 @@ def test_every_feature_labels_and_empty_histories(tmp_path: Path) -> None:
         sections = {"task": task, "loss": {"name": ""}, "encoder": {"name": name}, "data": {"max_len": 8, "split": split}}
         numbers = plan_run(config(store, **sections), 2)
         assert numbers["num_samples"] == 4
-        assert {it["table"] for it in numbers["torchrec"]["tables"]} == {line.split(":")[0] for line in numbers["tables"]}
+        assert {it["table"] for it in numbers["torchrec"]["tables"]} == {line.split(": ")[0] for line in numbers["tables"]}
 
 
 def test_a_view_of_empty_histories_is_planned(tmp_path: Path) -> None:
@@ -333,12 +380,13 @@ def test_costs_and_budgets_that_cannot_be(equal: Path, sections: dict[str, Any],
 
 
 def test_other_mistakes(equal: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="(?s)out of range.*--planner-seconds"):
+    with pytest.raises(ValueError, match=r"(?s)out of range.*--planner-seconds"):
         plan_run(config(equal), 2, planner_s=float("nan"))
-    with pytest.raises(ValueError, match="(?s)out of range.*--epoch"):
+    with pytest.raises(ValueError, match=r"(?s)out of range.*--epoch"):
         plan_run(config(equal), 2, -1)
-    with pytest.raises(ValueError, match="(?s)No sample to train on"):
-        plan_run(config(lengths_store(tmp_path, []).path), 2)
+    split = {"kind": "row", "valid_share": 0.5, "test_share": 0.5}
+    with pytest.raises(ValueError, match="No sample to train on"):
+        plan_run(config(small_store(tmp_path).path, task="conversion", loss={"name": ""}, data={"split": split}), 2)
 
 
 def test_a_cost_in_the_config_is_planned_by(equal: Path) -> None:
