@@ -290,7 +290,7 @@ class Fit:
         if (state["epoch_steps"], state["limits"]) != (self.epoch_steps, limits_of(self.config)):
             left = round((self.total_epochs - self._epochs_done()) * self.epoch_steps)
             limits = [limit for limit in (self.max_steps if self.selects else 0, self.step + left if self.total_epochs else 0) if limit > 0]
-            self.num_steps = min(limits)
+            self.num_steps = min(limits, default=self.step)
             self.schedule.num_steps = round(self.num_steps * self._stretch)
         if not self.selects:
             self.max_steps = self.num_steps
