@@ -273,7 +273,7 @@ def _build_rules(
 
 def fingerprint_of(lengths_hash: int, num_samples: int, seed: int, shuffle: bool) -> str:
     """Returns the hash of what every plan of an epoch follows from, whatever ranks and budget."""
-    told = f"distrag plan 1: {lengths_hash} {num_samples} {seed} {shuffle}"
+    told = f"distrag plan 2: {lengths_hash} {num_samples} {seed} {shuffle}"
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 

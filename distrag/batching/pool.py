@@ -13,6 +13,7 @@ import numpy as np
 
 from distrag.batching.compiled import compiled
 from distrag.batching.deal import deal_step, sort_falling
+from distrag.batching.polish import polish
 from distrag.batching.rows import deal_rows, fall, next_random, price, shuffle, weigh
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 ROWS = 24
 """Units that a step holds at least: with fewer its tokens would not come out even."""
 
-FINE = 1.005
-"""Imbalance of cost up to which rows are good enough; above, a step is dealt sample by sample as well, and the better one stays."""
+FINE, GOOD, SMALL = 1.0015, 1.005, 1 << 16
+"""Imbalance of cost and tokens above which samples of a step are swapped, in pools up to `SMALL` samples and in larger ones, whose rows
+come out better and whose planning takes longer; above `GOOD` a step is also dealt one by one, and the better stays."""
 
 
 class Rules(NamedTuple):
@@ -180,15 +182,20 @@ def _steps_fit(lengths: Ints, rules: Rules, index: Ints, bounds: Ints) -> bool:
 def _deal_ranks(lengths: Ints, weights: Ints, rules: Rules, index: Ints, bounds: Ints, ranks: Ints) -> int:
     """Deals each step to the ranks; returns -1, or the first step that does not fit."""
     W = rules.world_size
+    fine, pairs = (FINE, 512) if len(lengths) <= SMALL else (GOOD, 64)
     load, tokens, samples = np.empty(W, np.float64), np.empty(W, np.int64), np.empty(W, np.int64)
     for s in range(len(bounds) - 1):
         own, dealt = index[bounds[s] : bounds[s + 1]], np.zeros(bounds[s + 1] - bounds[s], np.int64)
         if W > 1:
             deal_rows(weights[own], W, s % W, np.uint64(0), dealt)
         fits, worst = _weigh_ranks(lengths, rules, own, dealt, load, tokens, samples)
-        if W > 1 and not (fits and worst <= FINE):
+        if W > 1 and worst > fine:
+            polish(lengths[own], rules.cost, W, rules.rank_tokens, rules.rank_samples, FINE, pairs, dealt)
+            fits, worst = _weigh_ranks(lengths, rules, own, dealt, load, tokens, samples)
+        if W > 1 and not (fits and worst <= GOOD):
             other = np.empty(len(own), np.int64)
             if _deal_singly(lengths[own], rules.cost, W, rules.rank_tokens, rules.rank_samples, s % W, other) == 0:
+                polish(lengths[own], rules.cost, W, rules.rank_tokens, rules.rank_samples, FINE, pairs, other)
                 _, better = _weigh_ranks(lengths, rules, own, other, load, tokens, samples)
                 if not fits or better < worst:
                     fits, dealt = True, other
@@ -201,7 +208,7 @@ def _deal_ranks(lengths: Ints, weights: Ints, rules: Rules, index: Ints, bounds:
 
 @compiled
 def _weigh_ranks(lengths: Ints, rules: Rules, own: Ints, dealt: Ints, load: Floats, tokens: Ints, samples: Ints) -> tuple[bool, float]:
-    """Returns whether both caps of a rank hold, and the imbalance of cost; the last three arrays `[W]` receive what each rank has."""
+    """Returns whether both caps of a rank hold, and the worse imbalance of cost and tokens; the last three, `[W]`, get each rank's."""
     load[:] = 0.0
     tokens[:] = 0
     samples[:] = 0
@@ -212,6 +219,8 @@ def _weigh_ranks(lengths: Ints, rules: Rules, own: Ints, dealt: Ints, load: Floa
         samples[dealt[i]] += 1
     cost = load.sum()
     worst = load.max() * len(load) / cost if cost > 0.0 else 1.0
+    if tokens.sum() > 0:
+        worst = max(worst, tokens.max() * len(load) / float(tokens.sum()))
     return tokens.max() <= rules.rank_tokens and samples.max() <= rules.rank_samples, worst
 
 
