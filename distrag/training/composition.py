@@ -17,7 +17,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 BUCKET_STEPS = (1, 2, 4, 16, 64)
 STEPS, SCAN_STEPS, SCAN_RANKS = 256, 64, 16  # most that are looked at, spread evenly
 CLASSES = 16
-LITTLE_PADDING = 0.2
+LITTLE_PADDING = 1 / 3  # then a half as much again is computed
 
 
 @dataclass(frozen=True)

@@ -284,9 +284,9 @@ def test_every_encoder_says_where_it_pads() -> None:
 
 def test_the_advice_is_the_smallest_bucket_with_little_padding() -> None:
     rows = [
-        {"bucket_steps": k, "pad": pad, "entropy": mix} for k, pad, mix in ((1, 0.6, 1.0), (2, 0.3, 0.6), (4, 0.15, 0.4), (16, 0.1, 0.1))
+        {"bucket_steps": k, "pad": pad, "entropy": mix} for k, pad, mix in ((1, 0.6, 1.0), (2, 0.4, 0.6), (4, 0.3, 0.4), (16, 0.1, 0.1))
     ]
-    assert recommend(rows, "pad", "rectangle") == (4, "15% padding inside, entropy 0.40, where 1 has 60% and 1.00")
+    assert recommend(rows, "pad", "rectangle") == (4, "30% padding inside, entropy 0.40, where 1 has 60% and 1.00")
     assert recommend(rows[:2], "pad", "rectangle")[0] == 2
     assert recommend(rows, "pad", "none")[0] == recommend(rows, "pad", "unknown")[0] == 1
 
