@@ -17,7 +17,7 @@ COMMANDS = {
     "plan": "the steps, balance and placement of a config, without training",
     "train": "a config -> a trained, evaluated model in a run directory",
     "evaluate": "the metrics of a run, or of ranking by popularity",
-    "bench": "this machine -> ratios against the padded way of working",
+    "bench": "this machine -> ratios against the padded way of working; how even and how quick plans are",
     "report": "a run directory -> one page",
 }
 
@@ -73,8 +73,8 @@ def _command(name: str) -> Callable[[list[str]], None]:
     return known[name]
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"distrag {name}", description=COMMANDS[name], allow_abbrev=False)
+def _parser(name: str, what: str = "") -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"distrag {name}", description=what or COMMANDS[name], allow_abbrev=False)
 
 
 def _prepare(words: list[str]) -> None:
@@ -138,10 +138,28 @@ def _stats(words: list[str]) -> None:
     stats(args.store, json=args.json)
 
 
-def _bench(words: list[str]) -> None:
-    from distrag.bench.command import bench
+BENCHES = {
+    "": "whole training steps against the padded way of working",
+    "plan-balance": "how even planned steps are over the ranks, beside a random deal and balancing after loading",
+    "plan-speed": "seconds and memory of planning an epoch, beside other samplers",
+    "ranks": "under torchrun: the ranks' measured imbalance, by the plan and by a plain DistributedSampler",
+}
 
-    bench(_parser("bench"), words)
+
+def _bench(words: list[str]) -> None:
+    which = words[0] if words and words[0] in BENCHES else ""
+    parser = _parser(f"bench {which}".strip(), BENCHES[which])
+    if which == "plan-balance":
+        from distrag.bench.balance import bench
+    elif which == "plan-speed":
+        from distrag.bench.speed import bench
+    elif which == "ranks":
+        from distrag.bench.ranks import bench
+    else:
+        from distrag.bench.command import bench
+
+        parser.epilog = "Other benches: " + "; ".join(f"`distrag bench {name}`, {what}" for name, what in BENCHES.items() if name) + "."
+    bench(parser, words[1:] if which else words)
 
 
 def _report(words: list[str]) -> None:

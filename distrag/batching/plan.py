@@ -52,13 +52,22 @@ class EpochPlan:
     """
 
     def __init__(
-        self, lengths: Ints, chosen: Ints | None, rules: Rules, layout: Layout, seed: int, epoch: int, first_step: int, fingerprint: str
+        self,
+        lengths: Ints,
+        chosen: Ints | None,
+        sizes: Ints,
+        rules: Rules,
+        layout: Layout,
+        seed: int,
+        epoch: int,
+        first_step: int,
+        fingerprint: str,
     ) -> None:
         self.world_size, self.seed, self.epoch, self.cost = rules.world_size, seed, epoch, rules.cost
         self.num_samples, self.num_tokens = len(lengths if chosen is None else chosen), layout.num_tokens
         self.first_step, self.num_steps, self.fingerprint = first_step, first_step + layout.num_steps, fingerprint
         self._lengths, self._chosen, self._rules, self._layout = lengths, chosen, rules, layout
-        self._sizes = lengths if chosen is None else lengths[chosen]
+        self._sizes = sizes
         self._pools: OrderedDict[int, _Pool] = OrderedDict()
         self._lock = threading.Lock()  # a loader's thread reads ahead while the training loop looks up what it logs
 
@@ -122,10 +131,6 @@ class EpochPlan:
     def _per_rank(self, step: int, values: Floats | Ints) -> Floats:
         return np.bincount(self.step_ranks(step), weights=values, minlength=self.world_size)
 
-    def tokens(self, step: int, rank: int) -> int:
-        """Returns the tokens of one rank in one step."""
-        return int(self._lengths[self.samples(step, rank)].sum())
-
     def step_tokens(self, step: int) -> int:
         """Returns the tokens of a step over all ranks."""
         return int(self._lengths[self.step_samples(step)].sum())
@@ -162,19 +167,24 @@ class EpochPlan:
             max_steps: look at so many steps at most, spread over the epoch; all otherwise, which plans every pool.
         """
         steps = self._spread(max_steps)
-        tokens = np.array([self.rank_tokens(step) for step in steps], np.int64).reshape(-1, self.world_size)
-        samples = np.array([self.rank_samples(step) for step in steps], np.int64).reshape(-1, self.world_size)
-        cost = self.imbalances(max_steps)
-        token = np.array([_peak(row) for row in tokens])
+        found: dict[str, list[tuple[float, float, float]]] = {"step_tokens": [], "rank_tokens": [], "rank_samples": []}
+        peaks: dict[str, list[float]] = {"imbalance": [], "token_imbalance": []}
+        dummies = 0
+        for step in steps:
+            tokens, samples = self.rank_tokens(step), self.rank_samples(step)
+            for name, values in (("step_tokens", tokens.sum(keepdims=True)), ("rank_tokens", tokens), ("rank_samples", samples)):
+                found[name].append((values.min(), values.mean(), values.max()))
+            peaks["imbalance"].append(self.imbalance(step))
+            peaks["token_imbalance"].append(_peak(tokens))
+            dummies += int((samples == 0).sum())  # a rank without samples takes a dummy
         numbers: dict[str, float] = {"num_steps": self.num_steps, "num_samples": self.num_samples, "num_tokens": self.num_tokens}
-        for name, values in (("step_tokens", tokens.sum(1)), ("rank_tokens", tokens), ("rank_samples", samples)):
-            some = values if values.size else np.zeros(1, np.int64)
-            numbers |= {f"{name}_min": int(some.min()), f"{name}_mean": float(some.mean()), f"{name}_max": int(some.max())}
-        for name, peaks in (("imbalance", cost), ("token_imbalance", token)):
-            some = peaks if len(peaks) else np.ones(1)
+        for name, rows in found.items():
+            low, mean, high = np.array(rows or [(0, 0, 0)], np.float64).T
+            numbers |= {f"{name}_min": int(low.min()), f"{name}_mean": float(mean.mean()), f"{name}_max": int(high.max())}
+        for name, its in peaks.items():
+            some = np.array(its or [1.0])
             numbers |= {f"{name}_mean": float(some.mean()), f"{name}_p99": float(np.quantile(some, 0.99)), f"{name}_max": float(some.max())}
-        # A rank without samples takes a dummy.
-        return {**numbers, "num_dummies": int((samples == 0).sum()), "num_steps_looked_at": len(steps)}
+        return {**numbers, "num_dummies": dummies, "num_steps_looked_at": len(steps)}
 
 
 def _peak(values: Floats | Ints) -> float:
@@ -198,6 +208,7 @@ def plan_epoch(
     samples: ArrayLike | None = None,
     first_step: int = 0,
     pool_samples: int = 1 << 17,
+    fingerprint: str | None = None,
 ) -> EpochPlan:
     """Returns the plan of one epoch: each sample in exactly one step on exactly one rank, and equal steps on all ranks.
 
@@ -215,7 +226,7 @@ def plan_epoch(
         global_tokens: most tokens of a global step, for every world size; a `max_tokens` beside it is only checked.
         seed: seed of the shuffle.
         epoch: number of the epoch; another epoch has another order.
-        shuffle: false draws nothing: the same plan every epoch, pools in the order of the samples.
+        shuffle: false draws nothing: the same plan every epoch.
         cost: `(a, b, c)`; a sample of length L costs `a*L + b*L^2 + c`.
         max_samples: most samples of one rank in a step; default `max_tokens`, so that empty histories do not pile up. With
             `global_tokens` a step holds at most `global_tokens` samples, and `max_samples` is only checked.
@@ -224,6 +235,7 @@ def plan_epoch(
         samples: plan these sample numbers only, integers; what earlier steps of the epoch have left, say.
         first_step: number of the first step.
         pool_samples: about how many samples are planned at once; twice as many where steps are large. Planning takes some 80 bytes each.
+        fingerprint: that of the epoch, where it is known; otherwise all lengths are read for it.
 
     Raises:
         ValueError: for a budget that is missing, below 1 or below the longest sample, for negative lengths, and, with `global_tokens`, for
@@ -235,8 +247,10 @@ def plan_epoch(
     rules = _build_rules(world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost)
     planned = sizes if chosen is None else sizes[chosen]
     layout = build_layout(planned, rules, seed, epoch, shuffle=shuffle, num_steps=num_steps or 0, pool_samples=pool_samples)
-    lengths_hash = layout.lengths_hash if chosen is None else hash_lengths(sizes)
-    return EpochPlan(sizes, chosen, rules, layout, seed, epoch, first_step, _fingerprint(lengths_hash, len(sizes), seed, shuffle))
+    if fingerprint is None:
+        lengths_hash = layout.lengths_hash if chosen is None else hash_lengths(sizes)
+        fingerprint = fingerprint_of(lengths_hash, len(sizes), seed, shuffle)
+    return EpochPlan(sizes, chosen, planned, rules, layout, seed, epoch, first_step, fingerprint)
 
 
 def as_lengths(lengths: ArrayLike) -> Ints:
@@ -257,7 +271,8 @@ def _build_rules(
     return Rules(world_size, bucket_steps, global_tokens is not None, *caps, price)
 
 
-def _fingerprint(lengths_hash: int, num_samples: int, seed: int, shuffle: bool) -> str:
+def fingerprint_of(lengths_hash: int, num_samples: int, seed: int, shuffle: bool) -> str:
+    """Returns the hash of what every plan of an epoch follows from, whatever ranks and budget."""
     told = f"distrag plan 1: {lengths_hash} {num_samples} {seed} {shuffle}"
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 

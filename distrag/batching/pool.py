@@ -13,7 +13,7 @@ import numpy as np
 
 from distrag.batching.compiled import compiled
 from distrag.batching.deal import deal_step, sort_falling
-from distrag.batching.rows import deal_rows, fall, next_random, shuffle, weigh
+from distrag.batching.rows import deal_rows, fall, next_random, price, shuffle, weigh
 
 if TYPE_CHECKING:
     from distrag.batching.compiled import Floats, Ints
@@ -205,10 +205,9 @@ def _weigh_ranks(lengths: Ints, rules: Rules, own: Ints, dealt: Ints, load: Floa
     load[:] = 0.0
     tokens[:] = 0
     samples[:] = 0
-    a, b, c = rules.cost
     for i in range(len(own)):
         length = lengths[own[i]]
-        load[dealt[i]] += a * length + b * float(length) * length + c
+        load[dealt[i]] += price(float(length), rules.cost)
         tokens[dealt[i]] += length
         samples[dealt[i]] += 1
     cost = load.sum()
@@ -251,10 +250,8 @@ def _group(lengths: Ints, bins: Ints, rules: Rules, turn: Ints, index: Ints, ran
         return False
     num_bins = W * num_steps
     load, filled = np.zeros(num_bins, np.float64), np.zeros(num_bins, np.int64)
-    a, b, c = rules.cost
     for i in range(len(bins)):
-        length = lengths[i]
-        load[bins[i]] += a * length + b * float(length) * length + c
+        load[bins[i]] += price(float(lengths[i]), rules.cost)
         filled[bins[i]] = 1
     used = np.flatnonzero(filled)
     dear = used[np.argsort(-load[used])]

@@ -92,7 +92,7 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
             "cost": tuple(float(part) for part in cost),
         }
         self._counts, self._content_hash = counts, content_hash
-        self._start = 0
+        self._start, self._stale = 0, False  # stale: the plan at hand is the rest of an epoch that is over
         self._before: list[dict[str, Any]] = []  # parts of this epoch that other ranks or budgets have trained
         self._plan = self._build_plan()
 
@@ -122,8 +122,8 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
     @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch; made once an epoch, and once for all where nothing is drawn."""
-        if self._plan.epoch != self.epoch and (self.shuffle or hasattr(self._source, "at_epoch")):
-            self._plan = self._build_plan()
+        if self._plan.epoch != self.epoch and (self.shuffle or self._stale or hasattr(self._source, "at_epoch")):
+            self._plan, self._stale = self._build_plan(), False
         return self._plan
 
     @property
@@ -140,7 +140,8 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration; another epoch starts at its first step and is whole."""
         if epoch != self.epoch:
-            self._start, self._before = 0, []
+            self._start, self._stale = 0, bool(self._before)
+            self._before = []
         super().set_epoch(epoch)
 
     @property

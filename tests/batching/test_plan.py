@@ -38,7 +38,7 @@ def test_every_sample_once_under_both_caps_in_steps_that_all_ranks_have(world: P
         tokens = [int(lengths[part].sum()) for part in parts]
         assert max(tokens) <= world.budget
         assert max(len(part) for part in parts) <= (world.options["max_samples"] or world.budget)
-        assert [plan.tokens(step, rank) for rank in range(W)] == tokens == plan.rank_tokens(step).tolist()
+        assert tokens == plan.rank_tokens(step).tolist()
         assert plan.step_tokens(step) == sum(tokens)
         total += sum(tokens)
     assert total == plan.num_tokens
@@ -176,6 +176,38 @@ def test_a_global_step_that_no_rank_can_hold_is_refused_and_named() -> None:
     with pytest.raises(ValueError, match="step 0"):
         plan_epoch([5, 5, 5], world_size=2, global_tokens=15, max_tokens=5)
     assert plan_epoch([5, 5, 5], world_size=3, global_tokens=15, max_tokens=5).num_steps == 1
+
+
+@settings(max_examples=MANY // 20, deadline=None)
+@given(worlds(), st.integers(1, 40))
+def test_what_a_rank_can_hold_refuses_global_steps_and_never_changes_them(world: Plannable, max_samples: int) -> None:
+    free = world.plan_global()
+    try:
+        capped = world.plan_global(max_samples=max_samples, max_tokens=world.budget)
+    except ValueError as error:
+        assert "does not fit its ranks" in str(error)  # noqa: PT017
+        return
+    assert capped.num_steps == free.num_steps
+    for step in range(free.num_steps):
+        assert np.array_equal(free.step_samples(step), capped.step_samples(step))
+        assert capped.rank_samples(step).max() <= max_samples
+
+
+def test_lengths_above_half_the_cap_are_planned_as_quickly_as_others() -> None:
+    lengths = np.random.default_rng(0).integers(60, 201, 100_000)
+    plan = plan_epoch(lengths, world_size=8, max_tokens=200)
+    assert plan.num_steps >= (lengths > 100).sum() / 8
+    assert everything(plan) == list(range(100_000))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_sorted_file_makes_pools_of_a_bounded_number_of_samples(shuffle: bool) -> None:
+    lengths = np.sort(draw_lengths(np.random.default_rng(0), "zipf", 40_000, 500))
+    plan = plan_epoch(lengths, world_size=2, max_tokens=4000, shuffle=shuffle, pool_samples=2000)
+    sizes = [len(plan._layout.take(lengths, pool)[0]) for pool in range(plan._layout.num_pools)]
+    assert sum(sizes) == 40_000
+    assert len(sizes) > 8
+    assert max(sizes) <= 3 * 2000
 
 
 def test_no_samples_give_no_steps() -> None:
