@@ -201,7 +201,7 @@ def test_expected_activations_are_those_of_a_large_step(uneven: Path) -> None:
         "encoder": {"name": "sasrec"},
     }
     subject = open_subject(config(uneven, **sections), 1)
-    lengths = subject.view.lengths
+    lengths = subject.lengths
     per_token, per_sample, fixed = footprint.measure_step(subject.config, subject.checked, lengths, 512).activations
     samples = take_samples(lengths, np.random.default_rng(3).permutation(len(lengths)), 6000, 6000)
     probe = footprint._build_probe(subject.config, subject.checked)
@@ -220,7 +220,7 @@ def test_the_probe_looks_up_as_many_ids_as_a_real_batch(equal: Path, loss: str) 
 
     run = config(equal, loss={"name": loss, "num_negatives": 5})
     subject, samples = open_subject(run, 1), np.arange(3)
-    made = footprint._build_probe(run, subject.checked).batch(subject.view.lengths[samples])
+    made = footprint._build_probe(run, subject.checked).batch(subject.lengths[samples])
     with open_world("cpu") as world:
         job = build_job(run, world)
         real = job.collate(job.views["train"], samples)
