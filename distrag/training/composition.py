@@ -16,8 +16,9 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 BUCKET_STEPS = (1, 2, 4, 16, 64)
 STEPS, SCAN_STEPS, SCAN_RANKS = 256, 64, 16  # most that are looked at, spread evenly
+MOST_SHARES = 1 << 22  # steps times ranks, which are held at once
 CLASSES = 16
-LITTLE_PADDING = 0.2
+LITTLE_PADDING = 1 / 3  # then a half as much again is computed
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ def spread_runs(size: int, most: int, run: int = 8) -> Ints:
 
 
 def walk_plan(plan: EpochPlan, most: int = STEPS) -> Walk:
-    """Returns tokens, samples and costs of every rank in at most `most` steps."""
-    steps, W = spread_runs(plan.num_steps, most), plan.world_size
+    """Returns tokens, samples and costs of every rank in at most `most` steps, fewer for very many ranks."""
+    W = plan.world_size
+    steps = spread_runs(plan.num_steps, max(8, min(most, MOST_SHARES // W)))
     tokens, samples, costs = np.zeros((len(steps), W), np.int64), np.zeros((len(steps), W), np.int64), np.zeros((len(steps), W))
     for i, step in enumerate(steps.tolist()):
         tokens[i], samples[i], costs[i] = plan.rank_tokens(step), plan.rank_samples(step), plan.rank_costs(step)

@@ -177,7 +177,7 @@ def plan_memory(config: RunConfig, world_size: int, text: str) -> dict[str, Any]
     """
     asked = parse_limit(text)
     subject, alone = open_subject(config, world_size), open_subject(config, 1)
-    lengths: Ints = subject.view.lengths
+    lengths = subject.lengths
     check_view(lengths)
     saved = int(table_bytes(alone.checked.placements, 1).max() - table_bytes(subject.checked.placements, world_size).max())
     low, high = max(int(lengths.max()), config.data.max_len), max(int(lengths.sum()), config.data.max_len)

@@ -46,6 +46,7 @@ class Subject:
         store: its store, of which only the lengths may be there.
         checked: its choices.
         view: the train samples with the windows of the epoch.
+        lengths: of these.
         epoch: which epoch.
         cost: what the plan balances by.
         cost_from: where that comes from, in words.
@@ -58,6 +59,7 @@ class Subject:
     store: Store
     checked: Checked
     view: View
+    lengths: Ints
     epoch: int
     cost: Cost
     cost_from: str
@@ -65,7 +67,7 @@ class Subject:
 
     def plan(self, bucket_steps: int | None = None, every: int = 1) -> EpochPlan:
         """Returns the plan of every n-th sample, under the config's budget."""
-        batching, lengths = self.config.batching, self.view.lengths[::every]
+        batching, lengths = self.config.batching, self.lengths[::every]
         options: dict[str, Any] = {
             "world_size": self.world_size,
             "max_tokens": None if batching.global_tokens else batching.max_tokens,
@@ -114,7 +116,7 @@ def open_subject(config: RunConfig, world_size: int, epoch: int = 0, ranks_per_n
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     cost, words = choose_cost(config, checked.cost, read_cost(config.train.run_dir), config.train.device)
-    return Subject(config, world_size, per_node, store, checked, view, epoch, cost, words, device)
+    return Subject(config, world_size, per_node, store, checked, view, view.lengths, epoch, cost, words, device)
 
 
 def plan_run(
@@ -136,7 +138,7 @@ def plan_run(
     """
     check_number(planner_s, Range(0, 1e6), "--planner-seconds")
     subject = open_subject(config, world_size, epoch, ranks_per_node)
-    plan, lengths = subject.plan(), subject.view.lengths
+    plan, lengths = subject.plan(), subject.lengths
     run_steps = check_length(config, plan.num_steps)
     walk, paddings = walk_plan(plan), find_paddings(subject)
     return {
@@ -173,7 +175,7 @@ def find_paddings(subject: Subject) -> dict[str, Padding]:
 def _buckets(subject: Subject, paddings: Mapping[str, Padding]) -> dict[str, Any]:
     """Returns padding against mixing for several `bucket_steps`, over every n-th sample of a large view, and which to take."""
     every = max(1, len(subject.view) // _SCAN_SAMPLES)
-    lengths = subject.view.lengths[::every]
+    lengths = subject.lengths[::every]
     rows = scan_buckets(lambda k: subject.plan(k, every), lengths, paddings, subject.config.batching.bucket_steps)
     names = {device: f"encoder_padding_share_{device}" for device in _DEVICES}
     advice = {device: recommend(rows, name, paddings[name]) for device, name in names.items()}
@@ -185,7 +187,7 @@ def _machines(subject: Subject, walk: Walk, planner_s: float) -> dict[str, Any]:
     config, checked = subject.config, subject.checked
     tokens, samples = float(walk.tokens.mean()), float(walk.samples.mean())
     ids = ids_per_key(subject, tokens, samples)
-    step = measure_step(config, checked, subject.view.lengths, int(walk.tokens.max(initial=0)))
+    step = measure_step(config, checked, subject.lengths, int(walk.tokens.max(initial=0)))
     sharded = sum(ids[key] for spec in checked.specs if checked.shardings[spec.name] != "replicated" for key in spec.keys)
     prefetch = 0 if config.debug else config.batching.prefetch
     memory = expect_memory(step, checked.placements, walk.tokens, walk.samples, sharded, config.model.dim, prefetch)
@@ -237,7 +239,7 @@ def length_histogram(lengths: Ints) -> list[dict[str, int]]:
     else:
         above = np.geomspace(max(1, shortest), longest + 1, _BARS).round().astype(np.int64)
         edges = np.unique(np.concatenate([[shortest], above]))
-    counts, _ = np.histogram(lengths, edges)
+    counts = np.add.reduceat(np.bincount(lengths), edges[:-1])
     spans = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
     return [{"from": low, "to": high - 1, "samples": count} for low, high, count in spans]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import resource
 import signal
 import time
 import traceback
@@ -25,9 +26,10 @@ import numpy as np
 import torch
 
 from distrag.config import RunConfig, read_config, to_dict
+from distrag.problem import problem
 from distrag.training.build import build_job
 from distrag.training.trial import Trial, take_samples
-from distrag.world import open_world
+from distrag.world import World, open_world
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -112,10 +114,19 @@ def open_scales(config: RunConfig, limit_of: Callable[[int], int], spare: int) -
     wants_cuda = config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
     with open_world("cuda" if wants_cuda else "cpu") as world:
         if wants_cuda:
-            yield _CudaScales(Trial(build_job(config, world)), limit_of, spare)
+            yield _build_cuda_scales(config, world, limit_of, spare)
             return
         whole = world.free_bytes()
     yield _CpuScales(config, whole, limit_of(whole) + spare)
+
+
+def _build_cuda_scales(config: RunConfig, world: World, limit_of: Callable[[int], int], spare: int) -> Scales:
+    try:
+        return _CudaScales(Trial(build_job(config, world)), limit_of, spare)
+    except torch.cuda.OutOfMemoryError as error:
+        todo = "free the GPU, lower model.dim or the encoder's sizes, or shard the tables over more ranks"
+        got, wanted = " ".join(str(error).split())[:200], "room for the model and a step of one history"
+        raise problem("The model does not fit the GPU", got=got, wanted=wanted, where=str(world.device), todo=todo) from None
 
 
 class _CudaScales:
@@ -227,4 +238,6 @@ def _status(pid: int | None, field: str) -> int:
     except OSError:
         return 0
     found = next((line for line in lines if line.startswith(f"{field}:")), None)
+    if found is None and field == "VmHWM":  # some sandboxed kernels keep no such account
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(found.split()[1]) * 1024 if found else 0

@@ -142,9 +142,9 @@ def test_a_limit_below_an_empty_process_is_refused(store: Path) -> None:
 
 def test_sharded_tables_of_more_ranks_leave_room(tmp_path: Path) -> None:
     few = lengths_store(tmp_path, [int(n) for n in np.random.default_rng(0).integers(4, 60, 200)]).path
-    run = config(few, tables={"shard_rows": 1}, batching={"global_tokens": 4096, "max_tokens": None})
+    run = config(few, model={"dim": 32}, tables={"shard_rows": 1}, batching={"global_tokens": 4096, "max_tokens": None})
     numbers = plan_memory(run, 4, "1.0")
-    whole, quarter = 51 * 257 * 4, -(-51 * 257 * 4 // 4)
+    whole, quarter = 51 * 33 * 4, -(-51 * 33 * 4 // 4)
     assert numbers["saved_by_sharding_bytes"] == whole - quarter
     assert numbers["too_large"] == 0
     total = int(numbers["config"].split(": ")[-1].strip("}"))

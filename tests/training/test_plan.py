@@ -201,7 +201,7 @@ def test_expected_activations_are_those_of_a_large_step(uneven: Path) -> None:
         "encoder": {"name": "sasrec"},
     }
     subject = open_subject(config(uneven, **sections), 1)
-    lengths = subject.view.lengths
+    lengths = subject.lengths
     per_token, per_sample, fixed = footprint.measure_step(subject.config, subject.checked, lengths, 512).activations
     samples = take_samples(lengths, np.random.default_rng(3).permutation(len(lengths)), 6000, 6000)
     probe = footprint._build_probe(subject.config, subject.checked)
@@ -220,7 +220,7 @@ def test_the_probe_looks_up_as_many_ids_as_a_real_batch(equal: Path, loss: str) 
 
     run = config(equal, loss={"name": loss, "num_negatives": 5})
     subject, samples = open_subject(run, 1), np.arange(3)
-    made = footprint._build_probe(run, subject.checked).batch(subject.view.lengths[samples])
+    made = footprint._build_probe(run, subject.checked).batch(subject.lengths[samples])
     with open_world("cpu") as world:
         job = build_job(run, world)
         real = job.collate(job.views["train"], samples)
@@ -284,9 +284,9 @@ def test_every_encoder_says_where_it_pads() -> None:
 
 def test_the_advice_is_the_smallest_bucket_with_little_padding() -> None:
     rows = [
-        {"bucket_steps": k, "pad": pad, "entropy": mix} for k, pad, mix in ((1, 0.6, 1.0), (2, 0.3, 0.6), (4, 0.15, 0.4), (16, 0.1, 0.1))
+        {"bucket_steps": k, "pad": pad, "entropy": mix} for k, pad, mix in ((1, 0.6, 1.0), (2, 0.4, 0.6), (4, 0.3, 0.4), (16, 0.1, 0.1))
     ]
-    assert recommend(rows, "pad", "rectangle") == (4, "15% padding inside, entropy 0.40, where 1 has 60% and 1.00")
+    assert recommend(rows, "pad", "rectangle") == (4, "30% padding inside, entropy 0.40, where 1 has 60% and 1.00")
     assert recommend(rows[:2], "pad", "rectangle")[0] == 2
     assert recommend(rows, "pad", "none")[0] == recommend(rows, "pad", "unknown")[0] == 1
 
