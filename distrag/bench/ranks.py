@@ -21,11 +21,11 @@ from distrag.bench.table import build_table, open_console
 from distrag.config import RunConfig, read_config
 from distrag.data.store import open_store
 from distrag.problem import problem
-from distrag.training.build import Job, agreed, build_job
+from distrag.training.build import Job, build_job
 from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.step import train_step
 from distrag.training.timing import StepWatch, imbalance
-from distrag.world import World, open_world
+from distrag.world import World, agreed, open_world
 
 if TYPE_CHECKING:
     import argparse

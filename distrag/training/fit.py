@@ -17,7 +17,7 @@ from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.checkpoint import change_extra, keep_checkpoint, load_checkpoint, save_checkpoint
 from distrag.problem import problem
-from distrag.training.build import Job, agreed
+from distrag.training.build import Job
 from distrag.training.checks import check_length
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
 from distrag.training.metrics import MetricsWriter, SampleLog
@@ -25,6 +25,7 @@ from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.resume import describe_run, last_of, limits_of
 from distrag.training.step import StepResult, check_count, train_step
 from distrag.training.timing import Clock, RankTimes, StepWatch, Tally, by_rank
+from distrag.world import agreed
 
 LOWER_IS_BETTER = ("log_loss", "ne")
 _HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at", "losses")
