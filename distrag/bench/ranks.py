@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Report = dict[str, Any]
 
+CHUNK = 8
+"""Steps of one side before it is the other's turn."""
 SIDES = {"distrag": "distrag's plan", "plain": "DistributedSampler"}
 
 
@@ -69,6 +71,7 @@ class RankLap:
             "exchange_share": 1.0 - float(busy.mean(0).sum()) / self.wall_s,
             "step_ms": 1e3 * self.wall_s / self.own.shape[1],
             "tokens_per_s": self.tokens / self.wall_s,
+            "tokens_per_cpu_s": self.tokens / float(self.cpu.max(0).sum()),
             "num_steps": self.own.shape[1],
             "num_samples": self.samples,
             "num_tokens": self.tokens,
@@ -135,14 +138,57 @@ class _Side:
     """One way of sharing an epoch out to the ranks; both train the same model by the same step."""
 
     def __init__(self, job: Job, sampler: Any) -> None:
-        self.sampler = sampler
+        self.job, self.sampler = job, sampler
         self.loader = Loader(job.collate, job.views["train"], sampler, device=job.world.device, prefetch=job.prefetch)
+        self._watch = StepWatch(job.parallel.plain.tables, job.world.device)
 
-    def planned_imbalance(self, job: Job, max_steps: int) -> float:
+    def start(self, epoch: int) -> None:
+        """Begins an epoch, and a lap."""
+        self.sampler.set_epoch(epoch)
+        self._batches = iter(self.loader)
+        self._times: list[torch.Tensor] = []
+        self._cpus: list[float] = []
+        self._wall_s, self._tokens, self._samples = 0.0, 0, 0
+
+    def run(self, optimizer: Any, num_steps: int) -> bool:
+        """Makes at most so many steps; returns whether there were as many. A collective: all ranks make the same steps."""
+        world, waited = self.job.world, self.loader.wait_s
+        world.barrier()
+        started, done = time.perf_counter(), 0
+        while done < num_steps and (batch := next(self._batches, None)) is not None:
+            before = time.thread_time()
+            self._watch.begin()
+            train_step(self.job.parallel, optimizer, batch, world, watch=self._watch)
+            self._watch.end(self.loader.wait_s - waited)
+            waited = self.loader.wait_s
+            self._cpus.append(time.thread_time() - before)
+            self._tokens, self._samples = self._tokens + batch.num_tokens_global, self._samples + int((batch.samples >= 0).sum())
+            done += 1
+        self._times.append(self._watch.take())
+        self._wall_s += time.perf_counter() - started
+        return done == num_steps
+
+    def finish(self) -> RankLap:
+        """Returns the lap as timed by every rank. A collective."""
+        self._batches.close()  # type: ignore[attr-defined]  # a generator, whose thread reads ahead
+        cpus = torch.tensor(self._cpus, dtype=torch.float64).view(-1, 1)
+        times = torch.cat([torch.cat(self._times), cpus], 1)  # [K, 4]: own, exchange, wait, CPU
+        ends = torch.tensor([self._wall_s, float(self._samples)], dtype=torch.float64)
+        world = self.job.world
+        gathered = torch.stack(world.all_gather(times.to(world.device))).cpu().numpy()
+        walls = torch.stack(world.all_gather(ends.to(world.device))).cpu()
+        own, _, wait, cpu = (gathered[:, :, part] for part in range(4))
+        return RankLap(own, wait, cpu, float(walls[:, 0].max()), self._tokens, int(walls[:, 1].sum()))
+
+    def close(self) -> None:
+        """Takes the watch off the model."""
+        self._watch.close()
+
+    def planned_imbalance(self, max_steps: int) -> float:
         """Returns max/mean of the cost of ranks, mean over the steps."""
-        plan = self.sampler.plan
+        plan, cost = self.sampler.plan, self.job.cost
         steps = range(min(plan.num_steps, max_steps))
-        costs = [plan.rank_costs(step, job.cost) if isinstance(self.sampler, PlainSampler) else plan.rank_costs(step) for step in steps]
+        costs = [plan.rank_costs(step, cost) if isinstance(self.sampler, PlainSampler) else plan.rank_costs(step) for step in steps]
         return float(np.mean([cost.max() / cost.mean() for cost in costs]))
 
 
@@ -162,18 +208,15 @@ def _measure(job: Job, args: argparse.Namespace) -> Report:
     optimizer = build_optimizer(job.parallel, job.config.optim, job.config.tables)
     Schedule(optimizer, job.config.optim, 10**9).set(0)
     job.parallel.model.train()
-    watch = StepWatch(job.parallel.plain.tables, job.world.device)
     laps: dict[str, list[RankLap]] = {name: [] for name in sides}
     planned: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(-1, args.rounds):  # the first round warms up: what is compiled or allocated at first use
-        for name in list(sides)[:: 1 if turn % 2 else -1]:
-            side = sides[name]
-            side.sampler.set_epoch(turn + 1)
-            lap = _run_lap(job, side, optimizer, watch, args.max_steps if turn >= 0 else min(8, args.max_steps))
+        for name, lap in _run_round(sides, optimizer, turn + 1, args.max_steps if turn >= 0 else min(CHUNK, args.max_steps)).items():
             if turn >= 0:
                 laps[name].append(lap)
-                planned[name].append(side.planned_imbalance(job, args.max_steps))
-    watch.close()
+                planned[name].append(sides[name].planned_imbalance(args.max_steps))
+    for side in sides.values():
+        side.close()
     lengths = job.views["train"].lengths
     return {
         "machine": describe_machine(args.threads),
@@ -195,50 +238,38 @@ def _medians(laps: list[RankLap]) -> Report:
     return {key: median(its[key] for its in numbers) for key in numbers[0]}
 
 
-def _run_lap(job: Job, side: _Side, optimizer: Any, watch: StepWatch, max_steps: int) -> RankLap:
-    """Returns the lap of a side, timed by every rank. A collective: all ranks make the same steps."""
-    world, rows, cpus, tokens, samples = job.world, [], [], 0, 0
-    waited = side.loader.wait_s
-    world.barrier()
-    started = time.perf_counter()
-    for batch in side.loader:
-        before, side_waited = time.thread_time(), side.loader.wait_s
-        watch.begin()
-        train_step(job.parallel, optimizer, batch, world, watch=watch)
-        watch.end(side_waited - waited)
-        waited = side_waited
-        cpus.append(time.thread_time() - before)
-        tokens, samples = tokens + batch.num_tokens_global, samples + int((batch.samples >= 0).sum())
-        if len(cpus) % 32 == 0:
-            rows.append(watch.take())
-        if len(cpus) == max_steps:
-            break
-    rows.append(watch.take())
-    times = torch.cat([torch.cat(rows), torch.tensor(cpus, dtype=torch.float64).view(-1, 1)], 1)  # [K, 4]: own, exchange, wait, CPU
-    ends = torch.tensor([time.perf_counter() - started, float(samples)], dtype=torch.float64)
-    gathered = torch.stack(world.all_gather(times.to(world.device))).cpu().numpy()
-    walls = torch.stack(world.all_gather(ends.to(world.device))).cpu()
-    return RankLap(gathered[:, :, 0], gathered[:, :, 2], gathered[:, :, 3], float(walls[:, 0].max()), tokens, int(walls[:, 1].sum()))
+def _run_round(sides: dict[str, _Side], optimizer: Any, epoch: int, max_steps: int) -> dict[str, RankLap]:
+    """Returns an epoch of each side, a few steps in turn, so that whatever else the machine does slows both."""
+    for side in sides.values():
+        side.start(epoch)
+    going, done = list(sides), 0
+    while going and done < max_steps:
+        steps = min(CHUNK, max_steps - done)
+        going = [name for name in going[::-1] if sides[name].run(optimizer, steps)]
+        done += steps
+    return {name: side.finish() for name, side in sides.items()}
 
 
 def _print(report: Report) -> None:
-    console = open_console(122)
+    console = open_console(132)
     title = f"{report['world_size']} ranks on {report['device']}: {report['encoder']} on {report['store']}, slowest rank over the mean"
-    numbers = ["planned", "own", "CPU", "waited %", "exchange %", "step ms", "tokens/s", "samples", "steps"]
+    numbers = ["planned", "own", "CPU", "waited %", "exchange %", "step ms", "tokens/s", "tokens/CPU s", "samples", "steps"]
     table = build_table(title, ["dealt by"], numbers)
     for name, side in report["sides"].items():
         ratios = [f"{side[key]:.3f}" for key in ("planned_imbalance", "own_imbalance", "cpu_imbalance")]
         shares = [f"{side[key]:.1%}" for key in ("worst_rank_share", "exchange_share")]
-        counts = [f"{side[key]:,.0f}" for key in ("tokens_per_s", "num_samples", "num_steps")]
+        counts = [f"{side[key]:,.0f}" for key in ("tokens_per_s", "tokens_per_cpu_s", "num_samples", "num_steps")]
         table.add_row(SIDES[name], *ratios, *shares, f"{side['step_ms']:.1f}", *counts)
     console.print(table)
     median_length, _, longest = report["length_p50_p95_max"]
+    rounds = len(report["laps"]["distrag"])
     sizes = f"median {median_length:,.0f}, longest {longest:,.0f} tokens; D = {report['dim']}, {report['num_layers']} layers"
     for line in (
-        f"{report['num_samples']:,} histories, {sizes}; medians over {len(report['laps']['distrag'])} epochs of each side, in turn.",
+        f"{report['num_samples']:,} histories, {sizes}; medians over {rounds} epochs of each side, {CHUNK} steps in turn.",
         "Both sides train the same model by the same loader and step. planned: of the encoder's cost a L + b L^2, mean over the steps.",
         "own: each rank's own seconds (encoder, head and loss, there and back, optimizer): sum over steps of the largest over the mean.",
-        "CPU: the same of the CPU seconds of the training thread in the whole step; it spends none while it waits.",
+        "CPU: the same of the CPU seconds of the training thread in the whole step; it spends none while it waits. tokens/CPU s: of all",
+        "ranks, a CPU second of the slowest rank of each step: what a machine that does nothing else would come to.",
         "waited: share of the wall time that ranks are idle because another is slower. exchange: all that is not own, waiting included.",
         machine_line(report["machine"]),
     ):
