@@ -14,10 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.batching.mutations import MUTATIONS, Mutation
+from tests.batching.mutations import Mutation
+from tests.batching.mutations_epoch import OF_THE_EPOCH
+from tests.batching.mutations_plan import OF_THE_PLAN
 
+MUTATIONS = (*OF_THE_PLAN, *OF_THE_EPOCH)
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("plan", "sampler", "loader", "rows", "survey", "deal", "pool", "layout")
+TESTS = ("plan", "sampler", "loader", "nodes", "layout", "pool", "deal", "rows", "survey")
 LIMIT_S = 900
 COMPILED = ("deal", "rows", "survey", "pool")
 """Modules whose functions are compiled into one another: numba does not see that one in another file has changed."""
@@ -86,7 +89,7 @@ def _killer(copy: Path, file: str, cache: Path) -> tuple[str | None, float]:
     Raises:
         RuntimeError: what failed is not a test: the mutation is no program.
     """
-    first = Path(file).stem if Path(file).stem in TESTS[:3] else TESTS[0]
+    first = Path(file).stem if Path(file).stem in TESTS[:4] else TESTS[0]
     paths = [f"tests/batching/test_{name}.py" for name in (first, *(name for name in TESTS if name != first))]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=short", "--hypothesis-profile=few", "-p", "no:cacheprovider"]
     environment = {

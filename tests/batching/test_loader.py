@@ -212,6 +212,18 @@ def test_a_resumed_loader_gives_exactly_the_rest(parts: tuple[Collate, View]) ->
     assert all(same(one, other) for one, other in zip(whole[5:], Loader(collate, view, sampler), strict=True))
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_next_epoch_may_be_set_while_this_one_is_read(parts: tuple[Collate, View], prefetch: int) -> None:
+    collate, view = parts
+    sampler = sampler_of(view, collate)
+    wanted = list(Loader(collate, view, sampler))
+    batches = iter(Loader(collate, view, sampler, prefetch=prefetch))
+    got = [next(batches)]
+    sampler.set_epoch(1)
+    got += batches
+    assert all(same(one, other) for one, other in zip(wanted, got, strict=True))
+
+
 def test_the_facts_of_a_step_are_those_of_the_plan(parts: tuple[Collate, View]) -> None:
     collate, view = parts
     loader = Loader(collate, view, sampler_of(view, collate))

@@ -126,6 +126,11 @@ def test_a_resumed_epoch_yields_exactly_the_rest_and_after_its_end_the_next() ->
     assert list(after) == list(again)
 
 
+def test_the_seed_of_the_state_counts() -> None:
+    whole = build(seed=9)
+    assert list(resumed(whole.state_dict(3), seed=4)) == list(whole)[3:]
+
+
 def test_what_was_read_ahead_does_not_count_as_used() -> None:
     whole = build()
     steps, reader = list(whole), iter(build())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -100,7 +102,7 @@ def test_pools_are_gathered_and_counted_by_class(lengths: list[int], block: int,
     tokens_by_class(sizes, order, bounds, block, table, tokens, counts)
     assert add_up(np.bincount(np.arange(len(sizes)) // block, sizes).astype(np.int64), order)[-1] == tokens.sum() == sum(lengths)
     seen = []
-    for pool, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for pool, (first, last) in enumerate(itertools.pairwise(bounds)):
         samples, own = np.empty((last - first) * block, np.int64), np.empty((last - first) * block, np.int64)
         taken = gather_pool(sizes, order, first, last, block, samples, own)
         wanted = [i for b in order[first:last].tolist() for i in range(b * block, min(b * block + block, len(sizes)))]
