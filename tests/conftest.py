@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,6 +16,8 @@ torch.set_num_threads(1)  # tests are small, machines are shared, and sums come 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA in a process that forks ranks
 # The same examples on every machine, and no deadline: a first call may compile, and the machine may be busy.
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)
+# Of `python -m tests.batching.mutate`, which asks whether a test fails and not how simply.
+settings.register_profile("few", parent=settings.get_profile("steady"), max_examples=5, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("steady")
 
 

@@ -29,7 +29,7 @@ def polish(
 ) -> None:
     """Swaps samples, or moves one, between the rank with the most cost or tokens and those with the least, in place, the best pair first.
 
-    What lies above the mean falls each time, and no rank that holds its caps leaves them.
+    What lies above the mean falls each time, the worse of the two peaks never rises, and no rank that holds its caps leaves them.
 
     Args:
         lengths: int64 `[n]`, of a step.
@@ -55,7 +55,7 @@ def polish(
         many, few = _members(head[full], after, own), _members(head[other], after, its)
         left -= (many + 1) * (few + 1)
         room = (max(max_tokens - tokens[other], 0), max(max_tokens - tokens[full], 0), few < max_samples)
-        i, j = _best_swap(lengths, share, own[:many], its[:few], load[:, full], load[:, other], room)
+        i, j = _best_swap(lengths, share, own[:many], its[:few], load[:, full], load[:, other], load.max(), room)
         if i < 0:
             failed += 1
             continue
@@ -134,9 +134,16 @@ def _excess(share: float) -> float:
 
 @compiled
 def _best_swap(
-    lengths: Ints, share: Floats, own: Ints, its: Ints, full: Floats, other: Floats, room: tuple[int, int, bool]
+    lengths: Ints,
+    share: Floats,
+    own: Ints,
+    its: Ints,
+    full: Floats,
+    other: Floats,
+    most: float,
+    room: tuple[int, int, bool],
 ) -> tuple[int, int]:
-    """Returns the samples whose swap lowers the excess of both ranks the most; -1 for none, second for a move alone."""
+    """Returns the samples whose swap lowers the excess of both ranks the most and makes no worse peak; -1: none, second -1: a move alone."""
     best, first, second = -1e-9, -1, -1
     before = _excess(full[0]) + _excess(full[1]) + _excess(other[0]) + _excess(other[1])
     for x in range(len(own)):
@@ -148,6 +155,8 @@ def _best_swap(
             more = lengths[i] - (lengths[j] if j >= 0 else 0)
             d = share[0, i] - (share[0, j] if j >= 0 else 0.0)
             e = share[1, i] - (share[1, j] if j >= 0 else 0.0)
+            if max(max(other[0] + d, full[0] - d), max(other[1] + e, full[1] - e)) > most:
+                continue
             change = _excess(full[0] - d) + _excess(other[0] + d) + _excess(full[1] - e) + _excess(other[1] + e) - before
             if change < best and more <= room[0] and -more <= room[1]:
                 best, first, second = change, i, j

@@ -212,6 +212,18 @@ def test_a_resumed_loader_gives_exactly_the_rest(parts: tuple[Collate, View]) ->
     assert all(same(one, other) for one, other in zip(whole[5:], Loader(collate, view, sampler), strict=True))
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_next_epoch_may_be_set_while_this_one_is_read(parts: tuple[Collate, View], prefetch: int) -> None:
+    collate, view = parts
+    sampler = sampler_of(view, collate)
+    wanted = list(Loader(collate, view, sampler))
+    batches = iter(Loader(collate, view, sampler, prefetch=prefetch))
+    got = [next(batches)]
+    sampler.set_epoch(1)
+    got += batches
+    assert all(same(one, other) for one, other in zip(wanted, got, strict=True))
+
+
 def test_padding_share_of_nothing_is_nothing() -> None:
     assert padding_share(np.zeros(0, np.int64)) == padding_share(np.zeros(3, np.int64)) == 0
     assert padding_share(np.array([1, 3])) == pytest.approx(1 / 3)

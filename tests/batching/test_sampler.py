@@ -135,6 +135,11 @@ def test_the_epoch_after_one_that_other_ranks_began_is_whole(shuffle: bool) -> N
         assert again.plan.first_step == 0
 
 
+def test_the_seed_of_the_state_counts() -> None:
+    whole = build(seed=9)
+    assert list(resumed(whole.state_dict(3), seed=4)) == list(whole)[3:]
+
+
 def test_what_was_read_ahead_does_not_count_as_used() -> None:
     whole = build()
     steps, reader = list(whole), iter(build())
