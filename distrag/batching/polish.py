@@ -143,7 +143,7 @@ def _best_swap(
     most: float,
     room: tuple[int, int, bool],
 ) -> tuple[int, int]:
-    """Returns the samples whose swap lowers the excess of both ranks the most and makes no worse peak; -1: none, second -1: a move alone."""
+    """Returns the samples whose swap lowers the excess of both ranks the most and makes no worse peak; -1 for none, or for a move."""
     best, first, second = -1e-9, -1, -1
     before = _excess(full[0]) + _excess(full[1]) + _excess(other[0]) + _excess(other[1])
     for x in range(len(own)):

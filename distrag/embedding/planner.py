@@ -142,14 +142,11 @@ def ask_planner(
         )
         for spec in specs
     }
-    tables = [EmbeddingConfig(name=s.name, num_embeddings=s.num_rows, embedding_dim=dim, feature_names=list(s.keys)) for s in specs]
     try:
         with _quiet():
-            collection = EmbeddingCollection(tables=tables, device=torch.device("meta"))
-            attach_table_optimizer(collection, config, 0.1, device)  # the planner counts its state
             topology = _topology(config, world_size, device, ranks_per_node)
             planner = _planner(topology, batch_size, constraints, limit_s)
-            plan = planner.plan(collection, [EmbeddingCollectionSharder()])
+            plan = planner.plan(_collection(specs, config, dim, device), [EmbeddingCollectionSharder()])
     except _TooLong:
         took = time.monotonic() - started
         return Advice(
@@ -160,6 +157,13 @@ def ask_planner(
     (module,) = plan.plan.values()
     proposals = [Proposal(name, its.sharding_type, tuple(its.ranks or range(world_size))) for name, its in module.items()]
     return Advice(tuple(proposals), "", time.monotonic() - started)
+
+
+def _collection(specs: Sequence[TableSpec], config: TablesConfig, dim: int, device: str) -> EmbeddingCollection:
+    tables = [EmbeddingConfig(name=s.name, num_embeddings=s.num_rows, embedding_dim=dim, feature_names=list(s.keys)) for s in specs]
+    collection = EmbeddingCollection(tables=tables, device=torch.device("meta"))
+    attach_table_optimizer(collection, config, 0.1, device)  # the planner counts its state
+    return collection
 
 
 def _topology(config: TablesConfig, world_size: int, device: str, ranks_per_node: int = RANKS_PER_NODE) -> Topology:
