@@ -83,7 +83,10 @@ def plan_pool(lengths: Ints, rules: Rules, num_steps: int, state: np.uint64, may
         return index, ranks, bounds, -2
     if not rules.whole_steps:
         bins = _pack(lengths, num_steps * rules.world_size, rules.rank_tokens, rules.rank_samples)
-        return index, ranks, bounds, -1 if _group(lengths, bins, rules, turn, index, ranks, bounds) else -2
+        if not _group(lengths, bins, rules, turn, index, ranks, bounds):
+            return index, ranks, bounds, -2
+        _polish_all(lengths, rules, index, bounds, ranks)
+        return index, ranks, bounds, -1
     steps = _pack(lengths, num_steps, rules.step_tokens, rules.step_samples)
     if steps.min() < 0 or not _collect(_falling_by(lengths, steps), turn, index, bounds):
         return index, ranks, bounds, -2
@@ -204,6 +207,17 @@ def _deal_ranks(lengths: Ints, weights: Ints, rules: Rules, index: Ints, bounds:
         for i in range(len(own)):
             ranks[bounds[s] + i] = dealt[i]
     return -1
+
+
+@compiled
+def _polish_all(lengths: Ints, rules: Rules, index: Ints, bounds: Ints, ranks: Ints) -> None:
+    """Evens out the ranks of every step with what room the caps leave."""
+    pairs = 512 if len(lengths) <= SMALL else 64
+    for s in range(len(bounds) - 1):
+        own, dealt = index[bounds[s] : bounds[s + 1]], ranks[bounds[s] : bounds[s + 1]].astype(np.int64)
+        polish(lengths[own], rules.cost, rules.world_size, rules.rank_tokens, rules.rank_samples, FINE, pairs, dealt)
+        for i in range(len(own)):
+            ranks[bounds[s] + i] = dealt[i]
 
 
 @compiled
