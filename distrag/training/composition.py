@@ -115,7 +115,7 @@ class Entropy:
 
     The lengths of the view are cut at their quantiles into at most 16 classes (equal lengths stay together). The entropy of a step is
     that of the histogram of its samples over these classes, `-sum p log p`, divided by the entropy of the whole view's histogram; what is
-    returned is the mean over steps. A pure shuffle gives almost 1, and less where a step holds few samples: 32 samples can fill 16 classes
+    returned is the mean over steps. bucket_steps 1 gives almost 1, and less where a step holds few samples: 32 samples can fill 16 classes
     only roughly. Steps of one length each give 0. A view of one length has nothing to mix, and counts as 1.
 
     Args:
@@ -172,7 +172,7 @@ def recommend(rows: Sequence[Mapping[str, Any]], name: str, padding: Padding) ->
         padding: how the encoder pads.
     """
     if padding == "none":
-        return 1, "the encoder pads nothing, so a pure shuffle costs nothing"
+        return 1, "the encoder pads nothing, so mixing all lengths in each step costs nothing"
     if padding == "unknown":
         return 1, "the encoder does not say whether it pads"
     good = next((row for row in rows if row[name] <= LITTLE_PADDING), None)
