@@ -132,7 +132,8 @@ def build_layout(lengths: Ints, rules: Rules, seed: int, epoch: int, *, shuffle:
     if shuffle or n > 2 * pool_samples:  # a sorted file must not make one pool of all that is short
         shuffle_in_place(order, random.integers(1, 2**64, dtype=np.uint64) if shuffle else _FIXED)
     # Where steps are the same for all numbers of ranks, what a rank can hold has no say in them; it is looked at afterwards.
-    need = _Need(rules._replace(rank_tokens=NO_CAP, rank_samples=NO_CAP) if rules.whole_steps else rules, int(longest), num_steps)
+    alone = rules._replace(world_size=1, rank_tokens=NO_CAP, rank_samples=NO_CAP)
+    need = _Need(alone if rules.whole_steps else rules, int(longest), num_steps)
     layout = Layout(int(total), int(lengths_hash), block, order, np.array([0, len(order)]), none, none.astype(np.uint64))
     for slack in SLACKS if n > 2 * pool_samples else ():
         layout = _cut(layout, need, sums, n, slack, pool_samples)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distrag.batching.checks import as_lengths
 from distrag.batching.layout import hash_lengths
-from distrag.batching.plan import EpochPlan, as_lengths, fingerprint_of, plan_epoch
+from distrag.batching.plan import EpochPlan, fingerprint_of, plan_epoch
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.problem import problem
 

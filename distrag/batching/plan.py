@@ -6,17 +6,16 @@ Every rank computes the same plan without talking to the others, a pool at a tim
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from distrag.batching.checks import as_lengths, as_samples, check_numbers
 from distrag.batching.deal import NO_CAP
 from distrag.batching.layout import Layout, build_layout, hash_lengths
 from distrag.batching.pool import Rules, plan_pool
-from distrag.problem import problem
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 Cost = tuple[float, float, float]
 
-MAX_RANKS = 65_536
 _KEPT = 3
 """Pools that a plan keeps: the one that is read, the one read ahead, and the one whose last step is still being logged."""
 
@@ -231,7 +229,7 @@ def plan_epoch(
         max_samples: most samples of one rank in a step; default `max_tokens`, so that empty histories do not pile up. With
             `global_tokens` a step holds at most `global_tokens` samples, and `max_samples` is only checked.
         bucket_steps: global steps that share one list sorted by length; 1 mixes all lengths in each step, more packs like lengths together.
-        num_steps: make at least so many steps.
+        num_steps: make at least so many steps, but no more than there are samples.
         samples: plan these sample numbers only, integers; what earlier steps of the epoch have left, say.
         first_step: number of the first step.
         pool_samples: about how many samples are planned at once; twice as many where steps are large. Planning takes some 80 bytes each.
@@ -241,9 +239,10 @@ def plan_epoch(
         ValueError: for a budget that is missing, below 1 or below the longest sample, for negative lengths, and, with `global_tokens`, for
             a step that no dealing fits under `max_tokens` or `max_samples`.
     """
+    numbers = {"max_tokens": max_tokens, "global_tokens": global_tokens, "max_samples": max_samples, "num_steps": num_steps}
+    check_numbers(world_size, cost, seed, epoch, bucket_steps=bucket_steps, pool_samples=pool_samples, first_step=first_step, **numbers)
     sizes = as_lengths(lengths)
-    chosen = None if samples is None else np.ascontiguousarray(samples, np.int64)
-    _check(sizes, world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost, num_steps, pool_samples)
+    chosen = None if samples is None else as_samples(samples, len(sizes))
     rules = _build_rules(world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost)
     planned = sizes if chosen is None else sizes[chosen]
     layout = build_layout(planned, rules, seed, epoch, shuffle=shuffle, num_steps=num_steps or 0, pool_samples=pool_samples)
@@ -251,12 +250,6 @@ def plan_epoch(
         lengths_hash = layout.lengths_hash if chosen is None else hash_lengths(sizes)
         fingerprint = fingerprint_of(lengths_hash, len(sizes), seed, shuffle)
     return EpochPlan(sizes, chosen, planned, rules, layout, seed, epoch, first_step, fingerprint)
-
-
-def as_lengths(lengths: ArrayLike) -> Ints:
-    """Returns lengths as the compiled code reads them: int64 and int32 in place, others as int64."""
-    sizes = np.asarray(lengths)
-    return sizes if sizes.dtype in (np.int64, np.int32) else np.ascontiguousarray(sizes, np.int64)
 
 
 def _build_rules(
@@ -275,33 +268,3 @@ def fingerprint_of(lengths_hash: int, num_samples: int, seed: int, shuffle: bool
     """Returns the hash of what every plan of an epoch follows from, whatever ranks and budget."""
     told = f"distrag plan 2: {lengths_hash} {num_samples} {seed} {shuffle}"
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-
-
-def _check(
-    lengths: Ints,
-    world_size: int,
-    max_tokens: int | None,
-    global_tokens: int | None,
-    max_samples: int | None,
-    bucket_steps: int,
-    cost: Cost,
-    num_steps: int | None,
-    pool_samples: int,
-) -> None:
-    if lengths.ndim != 1:
-        raise problem(
-            "Lengths are no list", got=f"shape {lengths.shape}", wanted="[N]", where="plan_epoch", todo="pass one length a sample"
-        )
-    if max_tokens is None and global_tokens is None:
-        raise problem("No token budget", got="neither", wanted="max_tokens or global_tokens", where="batching", todo="set one of them")
-    whole = {"max_tokens": max_tokens, "global_tokens": global_tokens, "max_samples": max_samples, "bucket_steps": bucket_steps}
-    for name, value in {**whole, "world_size": world_size, "num_steps": num_steps, "pool_samples": pool_samples}.items():
-        if value is not None and value < 1:
-            raise problem("A size is too small", got=value, wanted="at least 1", where=f"batching.{name}", todo=f"raise {name}")
-    if world_size > MAX_RANKS:
-        todo = f"plan for at most {MAX_RANKS:,} ranks"
-        raise problem("Too many ranks", got=world_size, wanted=f"at most {MAX_RANKS:,}", where="plan_epoch(world_size=)", todo=todo)
-    if not all(math.isfinite(part) and part >= 0 for part in cost):
-        raise problem(
-            "A cost is negative or no number", got=cost, wanted="a, b, c >= 0", where="plan_epoch(cost=)", todo="pass the encoder's cost"
-        )

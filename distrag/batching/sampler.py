@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from distrag.batching.plan import Cost, EpochPlan, as_lengths, plan_epoch
+from distrag.batching.checks import as_lengths, check_state, check_steps_done
+from distrag.batching.plan import Cost, EpochPlan, plan_epoch
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
         Args:
             steps_done: steps of this epoch that were trained, not those that were read ahead.
         """
+        check_steps_done(steps_done)
         return {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -183,18 +185,31 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
         numbered on.
 
         Raises:
-            ValueError: the state is of other data, naming both hashes.
+            ValueError: the state is of other data, naming both hashes, or no state.
         """
-        self._check_data("The data is not that of the state", state.get("content_hash", ""), self._content_hash)
+        check_state(state)
+        self._check_data("The data is not that of the state", state["content_hash"], self._content_hash)
+        kept = self.__dict__.copy()
+        try:
+            self._load(state)
+        except ValueError:
+            self.__dict__.update(kept)  # a refused state moves nothing
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
         self._start, self._before = 0, []
         super().set_epoch(state["epoch"])
-        done, parts = int(state["steps_done"]), [{**part, "options": _options(part["options"])} for part in state.get("parts", [])]
-        if parts and _composes_alike(parts[-1]["options"], self._options):
+        done, parts = int(state["steps_done"]), [{**part, "options": _options(part["options"])} for part in state["parts"]]
+        if _composes_alike(parts[-1]["options"], self._options):
             parts.pop()
         self._before = [part for part in parts if done]
         self._plan = self._build_plan()
-        self._check_data("The lengths are not those of the state", state.get("fingerprint", ""), self._plan.fingerprint)
+        self._check_data("The lengths are not those of the state", state["fingerprint"], self._plan.fingerprint)
+        if done > self._plan.num_steps and not self._before:
+            todo = "pass what state_dict has given"
+            got, wanted = f"{done} steps done", f"at most the {self._plan.num_steps} of the epoch"
+            raise problem("More steps than the epoch has", got=got, wanted=wanted, where="load_state_dict", todo=todo)
         self._start = done
         if done >= self._plan.num_steps and len(self.lengths):
             self.set_epoch(state["epoch"] + 1)

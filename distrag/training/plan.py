@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from distrag.batching.checks import MAX_RANKS
 from distrag.batching.nodes import plan_nodes
-from distrag.batching.plan import MAX_RANKS, EpochPlan, plan_epoch
+from distrag.batching.plan import EpochPlan, plan_epoch
 from distrag.config import RunConfig, check_number, choose_encoder
 from distrag.config.limits import INT32, Range
 from distrag.data.schema import Schema

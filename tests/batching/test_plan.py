@@ -169,7 +169,7 @@ def test_a_sample_may_have_the_whole_budget_and_not_one_token_more(budget: dict[
         ({"max_samples": 0}, "max_samples"),
         ({"bucket_steps": 0}, "bucket_steps"),
         ({"world_size": 0}, "world_size"),
-        ({"world_size": 65_537}, "Too many ranks"),
+        ({"world_size": 65_537}, "world_size"),
         ({"num_steps": 0}, "num_steps"),
         ({"pool_samples": 0}, "pool_samples"),
         ({"cost": (1.0, -1.0, 0.0)}, "cost is negative"),
