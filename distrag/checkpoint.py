@@ -24,7 +24,7 @@ from distrag.parallel import Parallel
 from distrag.problem import problem
 from distrag.world import World
 
-_EXTRA = "state.json"
+_EXTRA, _FILES = "state.json", "files.json"
 
 
 @contextmanager
@@ -92,6 +92,7 @@ def _begin(path: Path) -> Path:
 
 
 def _publish(part: Path, path: Path, extra: dict[str, Any]) -> None:
+    write_whole(part / _FILES, json.dumps({file.name: file.stat().st_size for file in sorted(part.iterdir())}))
     write_whole(part / _EXTRA, json.dumps(extra))
     _swap(part, path)
 
@@ -146,18 +147,34 @@ def find_checkpoint(path: Path) -> Path:
     """Returns the whole checkpoint of that name: itself, or the former one if a save was cut between its two renames.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or files of it are gone or have another size.
     """
+    damage: dict[Path, str] = {}
     for candidate in (path, path.with_name(path.name + ".old")):
         if (candidate / _EXTRA).exists():
-            return candidate
+            damage[candidate] = _find_damage(candidate)
+            if not damage[candidate]:
+                return candidate
+    for folder, what in damage.items():
+        todo = "put the files back, or start anew with another --train.run_dir; checkpoints/best of the run may still be whole"
+        raise problem("A checkpoint is damaged", got=what, wanted=f"the files of {_FILES}", where=folder, todo=todo)
     raise problem(
         "No whole checkpoint", got="none", wanted=f"a folder with {_EXTRA}", where=path, todo="train the run to its first evaluation"
     )
 
 
+def _find_damage(folder: Path) -> str:
+    """Returns which file of a checkpoint is not as it was saved, '' for none."""
+    try:
+        sizes = json.loads((folder / _FILES).read_text(encoding="utf-8"))
+        wrong = [name for name, size in sizes.items() if not (folder / name).is_file() or (folder / name).stat().st_size != size]
+    except (OSError, ValueError, AttributeError):
+        return f"{_FILES} cannot be read"
+    return f"{', '.join(wrong)} gone or of another size" if wrong else ""
+
+
 def has_checkpoint(path: Path) -> bool:
-    """Returns whether there is a whole checkpoint of that name."""
+    """Returns whether there is a checkpoint of that name; `find_checkpoint` says whether it is damaged."""
     return any((folder / _EXTRA).exists() for folder in (path, path.with_name(path.name + ".old")))
 
 
@@ -191,7 +208,7 @@ def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None = None
         generators_of: the ranks, to put torch's generators back too; only for a checkpoint of as many ranks on the same kind of device.
 
     Raises:
-        ValueError: there is no whole checkpoint.
+        ValueError: there is no whole checkpoint, or it cannot be read.
     """
     found = find_checkpoint(path)
     with _quiet():
@@ -203,7 +220,12 @@ def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None = None
             state["lookups"] = _count_lookups(parallel)
         if generators_of is not None:
             state["random"] = _random_state(generators_of)
-        load(state, checkpoint_id=str(found))
+        try:
+            load(state, checkpoint_id=str(found))
+        except Exception as error:
+            todo = "start anew with another --train.run_dir; checkpoints/best of the run may still be whole"
+            got = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            raise problem("A checkpoint cannot be read", got=got, wanted="tensors as they were saved", where=found, todo=todo) from error
         parallel.model.load_state_dict(state["model"])
         if optimizer is not None:
             optimizer.load_state_dict(_with_empty(state["optim"], optimizer.state_dict()))

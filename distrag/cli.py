@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        sys.stdout = None
+        raise SystemExit(141) from None
 
 
 def _debugs(words: Sequence[str]) -> bool:

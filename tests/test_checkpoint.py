@@ -191,5 +191,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "last").mkdir()
     assert not has_checkpoint(tmp_path / "last")
     (tmp_path / "last" / "state.json").write_text('{"step": ')
+    with pytest.raises(ValueError, match=r"(?s)checkpoint is damaged.*files.json"):
+        read_extra(tmp_path / "last")
+    (tmp_path / "last" / "files.json").write_text("{}")
     with pytest.raises(ValueError, match=r"(?s)values of a checkpoint cannot be read.*state.json"):
         read_extra(tmp_path / "last")

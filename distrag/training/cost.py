@@ -80,8 +80,8 @@ def read_cost(run_dir: str | Path) -> FittedCost | None:
 
 
 def _no_cost(path: Path, got: object) -> ValueError:
-    todo = "run `distrag plan CONFIG --calibrate` again, or remove the file"
-    return problem("The fitted cost cannot be read", got=got, wanted="three numbers >= 0 under `cost`", where=path, todo=todo)
+    todo = "remove the file; `distrag plan CONFIG --calibrate` writes another"
+    return problem("The fitted cost cannot be read", got=got, wanted="three numbers >= 0 under `cost`, not all 0", where=path, todo=todo)
 
 
 def choose_cost(config: RunConfig, arithmetic: Cost, fitted: FittedCost | None, device: str) -> tuple[Cost, str]:

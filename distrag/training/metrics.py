@@ -132,8 +132,8 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 def _is_kept(line: str, keep: Callable[[dict[str, Any]], bool]) -> bool:
     try:
         return keep(json.loads(line))
-    except ValueError:
-        return False
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False  # cut, or no line of ours
 
 
 def finite(value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distrag.batching.checks import check_state as check_sampler
 from distrag.checkpoint import has_checkpoint, read_extra
 from distrag.config import RunConfig, to_dict
 from distrag.problem import problem
@@ -35,6 +36,17 @@ _MAY_DIFFER = (
     "train.tensorboard",
     "train.timeout_s",
 )
+
+
+_COUNTS = ("step", "num_steps", "num_epochs", "best_step", "misses", "epochs_done", "epoch_steps", "schedule_steps")
+_SHAPE: dict[str, Any] = {
+    **dict.fromkeys(_COUNTS, (int, float)),
+    **dict.fromkeys(("store_hash", "phase", "metric"), str),
+    **dict.fromkeys(("settings", "sampler", "best_valid"), dict),
+    **dict.fromkeys(("limits", "losses", "world"), list),
+    "evaluated_at": int,
+    "seconds": (int, float),
+}
 
 
 def last_of(run_dir: Path) -> Path:
@@ -70,7 +82,33 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     if not has_checkpoint(last_of(run_dir)):
         return None
     state, result = read_extra(last_of(run_dir)), run_dir / "result.json"
-    return {**state, "result": json.loads(result.read_text(encoding="utf-8")) if result.exists() else None}
+    _check_shape(state, last_of(run_dir))
+    return {**state, "result": _read_result(result)}
+
+
+def _read_result(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        result = None
+    if not isinstance(result, dict):
+        todo = "remove it; the run then goes on from its last checkpoint and tests again"
+        raise problem("A result cannot be read", got="no JSON object", wanted="what the run wrote", where=path, todo=todo)
+    return result
+
+
+def _check_shape(state: Any, where: Path) -> None:
+    """Refuses a state that no run has saved, before anything is built on it."""
+    wrong = [key for key, kinds in _SHAPE.items() if not isinstance(state, dict) or not isinstance(state.get(key), kinds)]
+    wrong += [key for key in _COUNTS if key not in wrong and (isinstance(state[key], bool) or state[key] < 0)]
+    if wrong:
+        todo = "put the file back as it was, or start anew with another --train.run_dir"
+        raise problem(
+            "Not the state of a run", got=f"{', '.join(wrong)} missing or wrong", wanted="what a run saved", where=where, todo=todo
+        )
+    check_sampler(state["sampler"])
 
 
 def check_state(state: Mapping[str, Any], job: Job) -> None:
