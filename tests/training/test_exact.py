@@ -112,7 +112,8 @@ def test_loss_curve_dense_parameters_tables_and_metrics_do_not_depend_on_the_num
                 assert len(losses) == 30
                 np.testing.assert_allclose(losses, losses1, rtol=0, atol=1e-5, err_msg=f"{world} ranks, {case}")
                 # Adam and Adagrad divide each element's gradient by its own size, rounding noise included: a rare element moves further.
-                elementwise = 5e-6 if case.get("tables__optimizer") == "adagrad" else 1e-6
+                # The dense part trains with Adam: 1.2e-6 was seen in one of 320 positions that few histories reach.
+                elementwise = 5e-6 if case.get("tables__optimizer") == "adagrad" else 2e-6
                 close = 5e-5 if case.get("tables__shard_rows", 1) > 1 else elementwise
                 for name, values in state1.items():
                     np.testing.assert_allclose(state[name], values, rtol=0, atol=close, err_msg=f"{world} ranks, {case}, {name}")
