@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrag.batching.deal import NO_CAP
-from distrag.batching.pool import Rules, _cut, plan_pool
+from distrag.batching.pool import FINE, Rules, _cut, _deal_singly, plan_pool
 from tests.batching.worlds import COSTS, KINDS, draw_lengths
 
 MANY = settings.default.max_examples * 5
@@ -68,6 +68,28 @@ def test_what_fits_holds_every_sample_once_under_all_caps(pool: tuple[np.ndarray
     assert all(np.array_equal(a, b) for one, two in zip(steps, again, strict=True) for a, b in zip(one, two, strict=True))
 
 
+def most_of(lengths: np.ndarray, steps: list[list[np.ndarray]]) -> dict[str, int]:
+    """Returns the most of what each cap counts."""
+    tokens = np.array([[int(lengths[part].sum()) for part in step] for step in steps])
+    samples = np.array([[len(part) for part in step] for step in steps])
+    most = {"step_tokens": tokens.sum(1), "step_samples": samples.sum(1), "rank_tokens": tokens, "rank_samples": samples}
+    return {name: int(values.max()) for name, values in most.items()}
+
+
+@settings(max_examples=MANY)
+@given(pools(), st.booleans())
+def test_a_cap_one_below_what_was_planned_is_held(pool: tuple[np.ndarray, Rules, int, int], whole: bool) -> None:
+    lengths, rules, num_steps, state = pool
+    free = rules._replace(whole_steps=whole, step_tokens=NO_CAP, step_samples=NO_CAP, rank_tokens=NO_CAP, rank_samples=NO_CAP)
+    steps, failed = plan(lengths, free, num_steps, state=state)
+    if failed != -1:
+        return
+    for name, value in most_of(lengths, steps).items():
+        if value > 1 and (whole or name.startswith("rank")):
+            tight, failed = plan(lengths, free._replace(**{name: value - 1}), num_steps, state=state)
+            assert failed != -1 or most_of(lengths, tight)[name] < value
+
+
 @settings(max_examples=MANY)
 @given(pools(), st.integers(1, 9))
 def test_whole_steps_are_the_same_for_any_ranks_and_cost(pool: tuple[np.ndarray, Rules, int, int], world_size: int) -> None:
@@ -79,6 +101,38 @@ def test_whole_steps_are_the_same_for_any_ranks_and_cost(pool: tuple[np.ndarray,
     if one[3] == -1:
         assert np.array_equal(one[0], other[0])
         assert np.array_equal(one[2], other[2])
+
+
+def imbalance(lengths: np.ndarray, step: list[np.ndarray], cost: tuple[float, float, float]) -> float:
+    sizes = [lengths[part].astype(np.float64) for part in step]
+    costs = np.array([(cost[0] * own + cost[1] * own**2 + cost[2]).sum() for own in sizes])
+    return float(costs.max() / costs.mean()) if costs.any() else 1.0
+
+
+@settings(max_examples=MANY)
+@given(pools())
+def test_a_step_is_fine_in_cost_or_as_even_as_sample_by_sample(pool: tuple[np.ndarray, Rules, int, int]) -> None:
+    lengths, rules, _, state = pool
+    rules = rules._replace(whole_steps=True, step_tokens=NO_CAP, step_samples=NO_CAP, rank_tokens=NO_CAP, rank_samples=NO_CAP)
+    ((step,), _) = plan(lengths, rules, 1, state=state)
+    singly = np.empty(len(lengths), np.int64)
+    _deal_singly(lengths, rules.cost, rules.world_size, NO_CAP, NO_CAP, 0, singly)
+    other = imbalance(lengths, [np.flatnonzero(singly == rank) for rank in range(rules.world_size)], rules.cost)
+    # Equal samples come in another order, so that sums of cost may differ in their last bits.
+    assert imbalance(lengths, step, rules.cost) <= max(FINE, other) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cost"),
+    [
+        ([30] + [1] * 60, (1.0, 0.0, 0.0)),  # rows give both ranks 30 samples
+        ([8, 5, 5, 2] + [1] * 18, (0.0, 1.0, 0.0)),  # rows are even in tokens: 8 and 2 against 5 and 5
+    ],
+)
+def test_what_rows_leave_uneven_in_cost_is_dealt_sample_by_sample(lengths: list[int], cost: tuple[float, float, float]) -> None:
+    for rules in (rules_of(2, cost=cost), rules_of(2, cost=cost, whole_steps=True, step_tokens=NO_CAP, step_samples=NO_CAP)):
+        ((step,), _) = plan(np.array(lengths), rules, 1)
+        assert imbalance(np.array(lengths), step, cost) <= 1.02
 
 
 def test_too_few_samples_or_steps_do_not_fit() -> None:
