@@ -54,6 +54,17 @@ def _random_state(world: World) -> dict[str, dict[str, torch.Tensor]]:
     return {f"rank-{world.rank}": states}
 
 
+def _table_groups(parallel: Parallel) -> list[Any]:
+    """Returns FBGEMM's groups of sharded tables, which TorchRec keeps out of sight of `modules()`."""
+    lookups = [lookup for module in parallel.model.modules() for lookup in getattr(module, "_lookups", [])]
+    return [module for lookup in lookups for module in lookup.modules() if hasattr(module, "iter_cpu")]
+
+
+def _count_lookups(parallel: Parallel) -> torch.Tensor:
+    """Returns how often tables were looked up, int64 `[1]`: fused Adam corrects its moments by it, and no state dict has it."""
+    return torch.tensor([max((int(group.iter_cpu) for group in _table_groups(parallel)), default=0)])
+
+
 def save_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, extra: dict[str, Any], world: World) -> None:
     """Writes a checkpoint; a former one of that name stays usable until this one is whole. Every rank calls it.
 
@@ -65,8 +76,9 @@ def save_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None, extra
         world: the ranks.
     """
     part = Path(world.broadcast_object(world.on_first(lambda: str(_begin(path)))))
+    lookups = world.all_reduce_max(_count_lookups(parallel))
     with _quiet():
-        save({**_state(parallel, optimizer), "random": _random_state(world)}, checkpoint_id=str(part))
+        save({**_state(parallel, optimizer), "lookups": lookups, "random": _random_state(world)}, checkpoint_id=str(part))
     world.on_first(lambda: _publish(part, path, extra))
 
 
@@ -187,12 +199,17 @@ def load_checkpoint(path: Path, parallel: Parallel, optimizer: Any | None = None
         for _name, part in optimizer.optimizers if optimizer is not None else ():
             part.init_state()
         state = _state(parallel, optimizer)
+        if optimizer is not None:
+            state["lookups"] = _count_lookups(parallel)
         if generators_of is not None:
             state["random"] = _random_state(generators_of)
         load(state, checkpoint_id=str(found))
         parallel.model.load_state_dict(state["model"])
         if optimizer is not None:
             optimizer.load_state_dict(_with_empty(state["optim"], optimizer.state_dict()))
+            for group in _table_groups(parallel):
+                group.iter_cpu.fill_(int(state["lookups"]))
+                group.iter.fill_(int(state["lookups"]))
     if generators_of is not None:
         _set_random_state(state["random"][f"rank-{generators_of.rank}"], generators_of)
     return read_extra(found)

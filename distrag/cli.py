@@ -17,7 +17,7 @@ COMMANDS = {
     "plan": "the steps, balance and placement of a config, without training",
     "train": "a config -> a trained, evaluated model in a run directory",
     "evaluate": "the metrics of a run, or of ranking by popularity",
-    "bench": "this machine -> ratios against the padded way of working",
+    "bench": "this machine -> ratios against the padded way of working; how even and how quick plans are",
     "report": "a run directory -> one page",
 }
 
@@ -73,8 +73,8 @@ def _command(name: str) -> Callable[[list[str]], None]:
     return known[name]
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"distrag {name}", description=COMMANDS[name], allow_abbrev=False)
+def _parser(name: str, what: str = "") -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"distrag {name}", description=what or COMMANDS[name], allow_abbrev=False)
 
 
 def _prepare(words: list[str]) -> None:
@@ -138,10 +138,28 @@ def _stats(words: list[str]) -> None:
     stats(args.store, json=args.json)
 
 
-def _bench(words: list[str]) -> None:
-    from distrag.bench.command import bench
+BENCHES = {
+    "": "whole training steps against the padded way of working",
+    "plan-balance": "how even planned steps are over the ranks, beside a random deal and balancing after loading",
+    "plan-speed": "seconds and memory of planning an epoch, beside other samplers",
+    "ranks": "under torchrun: the ranks' measured imbalance, by the plan and by a plain DistributedSampler",
+}
 
-    bench(_parser("bench"), words)
+
+def _bench(words: list[str]) -> None:
+    which = words[0] if words and words[0] in BENCHES else ""
+    parser = _parser(f"bench {which}".strip(), BENCHES[which])
+    if which == "plan-balance":
+        from distrag.bench.balance import bench
+    elif which == "plan-speed":
+        from distrag.bench.speed import bench
+    elif which == "ranks":
+        from distrag.bench.ranks import bench
+    else:
+        from distrag.bench.command import bench
+
+        parser.epilog = "Other benches: " + "; ".join(f"`distrag bench {name}`, {what}" for name, what in BENCHES.items() if name) + "."
+    bench(parser, words[1:] if which else words)
 
 
 def _report(words: list[str]) -> None:
@@ -169,14 +187,38 @@ def _plan(words: list[str]) -> None:
     parser = _parser("plan")
     parser.add_argument("config", help="YAML of a run")
     parser.add_argument("--world-size", type=int, default=1, help="ranks to plan for")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks of a node; otherwise 8, or all where there are fewer")
     parser.add_argument("--epoch", type=int, default=0)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--planner-seconds", type=float, default=15.0, help="what TorchRec's planner may take; 0 does not ask it")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--calibrate", action="store_true", help="time training steps here, fit the cost, write cost.json into train.run_dir"
+    )
+    instead.add_argument(
+        "--max-memory", metavar="SHARE|SIZE", help="find the largest token budget under 0.8 of the memory, or under 2GiB, by trial steps"
+    )
     args, overrides = parser.parse_known_args(words)
     from distrag.config import read_config
-    from distrag.training.plan import describe_plan, plan_run
 
-    numbers = plan_run(read_config(["--config", args.config, *_full(overrides)]), args.world_size, args.epoch)
-    print(json.dumps(numbers, indent=1) if args.json else describe_plan(numbers))
+    config = read_config(["--config", args.config, *_full(overrides)])
+    describe: Callable[[dict[str, Any]], str]
+    if args.calibrate:
+        from distrag.training.calibrate import calibrate
+        from distrag.training.calibrate import describe_calibration as describe
+
+        numbers = calibrate(config, args.world_size)
+    elif args.max_memory is not None:
+        from distrag.training.memory import describe_memory as describe
+        from distrag.training.memory import plan_memory
+
+        numbers = plan_memory(config, args.world_size, args.max_memory)
+    else:
+        from distrag.training.plan import plan_run
+        from distrag.training.plan_text import describe_plan as describe
+
+        numbers = plan_run(config, args.world_size, args.epoch, ranks_per_node=args.ranks_per_node, planner_s=args.planner_seconds)
+    print(json.dumps(numbers, indent=1) if args.json else describe(numbers))
 
 
 def _evaluate(words: list[str]) -> None:

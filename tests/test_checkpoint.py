@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,8 +30,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_histories(tmp_path_factory.mktemp("checkpoint") / "store", 20)
 
 
-def build(store: Path, run_dir: Path) -> tuple[Job, Any]:
-    job = build_job(read_config(config(store, run_dir)), start_world("cpu"))
+def build(store: Path, run_dir: Path, **changes: Any) -> tuple[Job, Any]:
+    job = build_job(read_config(config(store, run_dir, **changes)), start_world("cpu"))
     optimizer = build_optimizer(job.parallel, job.config.optim, job.config.tables)
     for _name, part in optimizer.optimizers:
         part.init_state()  # as the first step does
@@ -82,7 +83,7 @@ def test_a_save_that_is_killed_at_any_file_it_touches_leaves_a_whole_checkpoint(
         if event:
             for path in (last, best):
                 written = read_extra(path)["number"]
-                assert written in (number - 1, number - 2)
+                assert written == number - 1 if path == last else written < number
                 assert load_checkpoint(path, job.parallel, optimizer) == {"number": written}
                 assert values_of(job) == {float(written)}
         fill(job, float(number))
@@ -114,7 +115,7 @@ def test_the_only_whole_checkpoint_is_not_removed_before_the_next_is_whole(store
         save_checkpoint(path, job.parallel, optimizer, {"event": event}, job.world)
 
     run_ranks(save, 1, 0)
-    for event in range(1, 200, 3):
+    for event in range(1, 200, 6):
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
         if not is_killed(save, event):
@@ -160,6 +161,27 @@ def test_generators_go_on_where_they_were_on_every_rank(store: Path, tmp_path: P
     assert first[0] == first[1]
     assert second[0] == second[1]
     assert first != second
+
+
+def test_the_count_of_lookups_goes_on_from_where_it_was(store: Path, tmp_path: Path) -> None:
+    """Fused Adam of CUDA corrects its moments by it; FBGEMM's CPU groups count the same way."""
+
+    def groups_of(job: Job) -> list[Any]:
+        lookups = [lookup for module in job.parallel.model.modules() for lookup in getattr(module, "_lookups", [])]
+        return [module for lookup in lookups for module in lookup.modules() if hasattr(module, "iter_cpu")]
+
+    def go(step: int) -> list[tuple[int, int]]:
+        job, optimizer = build(store, tmp_path, tables__cpu_kernel="fbgemm")
+        if step:
+            for number in range(step):
+                job.parallel.model(job.collate(job.views["train"], np.arange(3), step=number))
+            save_checkpoint(tmp_path / "last", job.parallel, optimizer, {}, job.world)
+        else:
+            load_checkpoint(tmp_path / "last", job.parallel, optimizer)
+        return [(int(group.iter_cpu), int(group.iter)) for group in groups_of(job)]
+
+    assert run_ranks(go, 2, 5) == [[(5, 5)]] * 2
+    assert run_ranks(go, 1, 0) == [[(5, 5)]]
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

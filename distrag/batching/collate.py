@@ -37,7 +37,6 @@ Negatives = Literal["none", "per_position", "shared"]
 Part = Literal["history", "gap", "next", "negative", "context"]
 
 _NO_SAMPLES = np.zeros(0, np.int64)
-_VIEWS = 4  # train, valid, test, and one that an epoch has drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +240,12 @@ class Collate:
         return torch.from_numpy(numbers), torch.from_numpy(context), torch.from_numpy(labels), torch.from_numpy(weights)
 
     def counts(self, view: View) -> Floats:
-        """Returns what each sample adds to the count its loss is divided by, float64 `[n]`; see `view_counts`. The last few are kept."""
-        if id(view) not in self._counted:
-            while len(self._counted) >= _VIEWS:
-                self._counted.pop(next(iter(self._counted)))
-            self._counted[id(view)] = view, self.count(view)  # the view is kept too, or another could get its id
-        return self._counted[id(view)][1]
+        """Returns what each sample adds to the count its loss is divided by, float64 `[n]`; see `view_counts`. Kept for each view."""
+        slot = 0 if view.law is not None else id(view)  # of the views that epochs draw only the last is kept
+        kept = self._counted.get(slot)
+        if kept is None or kept[0] is not view:
+            self._counted[slot] = kept = view, self.count(view)  # the view is kept too, or another could get its id
+        return kept[1]
 
     def _count(self, view: View) -> Floats:
         return view_counts(view, self.store, task=self.task, target=self.target.name if self.target else None)

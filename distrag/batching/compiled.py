@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 from numba import njit
@@ -19,7 +21,13 @@ Column: TypeAlias = NDArray[Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_SOURCES = hashlib.blake2b(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function` compiled at its first call, kept on disk, and run without Python's global lock."""
-    return cast("Callable[P, R]", njit(cache=True, nogil=True)(function))
+    made = njit(cache=True, nogil=True)(function)
+    # numba takes a kept function for current while its own file is unchanged, but what it calls in other files is compiled into it: after
+    # an update one rank could plan by old code. So the kept ones belong to all sources of this room.
+    made._cache._cache_file._source_stamp = _SOURCES
+    return cast("Callable[P, R]", made)

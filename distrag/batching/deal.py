@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distrag.batching.compiled import compiled
+from distrag.batching.rows import price
 
 if TYPE_CHECKING:
     from distrag.batching.compiled import Floats, Ints
@@ -114,8 +115,8 @@ def deal_step(
     size, unplaced, blocked, free = world_size, 0, NO_CAP, False
     for i in range(n):
         length = lengths[index[i]]
-        price = cost[0] * length + cost[1] * length * length + cost[2]
-        if price == 0.0 and not free:
+        paid = price(float(length), cost)
+        if paid == 0.0 and not free:
             free = True
             _order_by_samples(heap, size, load, count, max_samples)
         stashed = 0  # ranks without room for this one wait for a shorter one
@@ -136,7 +137,7 @@ def deal_step(
             ranks[index[i]] = rank
             room[rank] -= length
             count[rank] -= 1
-            load[rank] += 1.0 if free else price
+            load[rank] += 1.0 if free else paid
             if count[rank] == 0 or room[rank] < shortest:
                 size -= 1
                 heap[0] = heap[size]

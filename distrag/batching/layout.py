@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from distrag.batching.deal import NO_CAP
-from distrag.batching.pool import Rules, plan_pool
+from distrag.batching.pool import ROWS, Rules, plan_pool
 from distrag.batching.rows import shuffle as shuffle_in_place
 from distrag.batching.rows import shuffle_two
 from distrag.batching.survey import add_up, class_table, fullest_bin, gather_pool, look, tokens_by_class
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distrag.batching.compiled import Ints
 
 MAX_BLOCKS = 1 << 19
+_FIXED = np.uint64(0x9E3779B97F4A7C15)
 SLACKS = (0.01, 0.03)
 """Shares of the budget to leave free where pools are planned later, until the bound on the fullest rank proves that each will fit."""
 
@@ -110,7 +111,7 @@ def build_layout(lengths: Ints, rules: Rules, seed: int, epoch: int, *, shuffle:
         rules: caps and cost.
         seed: seed of the shuffle.
         epoch: number of the epoch.
-        shuffle: false keeps the blocks in order and draws nothing.
+        shuffle: false draws nothing: the blocks lie in one fixed order.
         num_steps: make at least so many; 0 for as few as fit.
         pool_samples: samples of a pool; up to twice as many are one.
 
@@ -128,19 +129,25 @@ def build_layout(lengths: Ints, rules: Rules, seed: int, epoch: int, *, shuffle:
     _check_lengths(lengths, int(shortest), int(longest), rules)
     random = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, epoch % 2**64], np.uint64)))
     order = np.arange(len(sums), dtype=np.uint32)
-    if shuffle:
-        shuffle_in_place(order, random.integers(1, 2**64, dtype=np.uint64))
-    need = _Need(rules, int(longest), num_steps)
+    if shuffle or n > 2 * pool_samples:  # a sorted file must not make one pool of all that is short
+        shuffle_in_place(order, random.integers(1, 2**64, dtype=np.uint64) if shuffle else _FIXED)
+    # Where steps are the same for all numbers of ranks, what a rank can hold has no say in them; it is looked at afterwards.
+    alone = rules._replace(world_size=1, rank_tokens=NO_CAP, rank_samples=NO_CAP)
+    need = _Need(alone if rules.whole_steps else rules, int(longest), num_steps)
     layout = Layout(int(total), int(lengths_hash), block, order, np.array([0, len(order)]), none, none.astype(np.uint64))
     for slack in SLACKS if n > 2 * pool_samples else ():
         layout = _cut(layout, need, sums, n, slack, pool_samples)
         if shuffle:
             layout = replace(layout, _states=random.integers(1, 2**64, layout.num_pools, dtype=np.uint64))
         if _is_proven(lengths, layout, need):
-            return layout
-    if n <= 2 * pool_samples and shuffle:
-        layout = replace(layout, _states=random.integers(1, 2**64, 1, dtype=np.uint64))
-    return _try_pools(lengths, layout, need)
+            break
+    else:
+        if n <= 2 * pool_samples and shuffle:
+            layout = replace(layout, _states=random.integers(1, 2**64, 1, dtype=np.uint64))
+        layout = _try_pools(lengths, layout, need)
+    if rules.whole_steps:
+        _check_ranks(lengths, layout, rules, int(longest))
+    return layout
 
 
 def hash_lengths(lengths: Ints) -> int:
@@ -170,19 +177,16 @@ def _cut(layout: Layout, need: _Need, sums: Ints, num_samples: int, slack: float
 def _is_proven(lengths: Ints, layout: Layout, need: _Need) -> bool:
     """Returns whether every pool is sure to fit its steps, from the lengths it holds and not from a plan of it."""
     rules, (bins, cap_tokens, cap_samples) = need.rules, need.caps
-    if rules.whole_steps and (
-        rules.step_tokens // rules.world_size + need.longest > rules.rank_tokens
-        or -(-rules.step_samples // rules.world_size) > rules.rank_samples
-    ):
-        return False
     table, top = class_table(need.longest)
     tokens, samples = np.empty((layout.num_pools, len(top)), np.int64), np.empty(layout.num_pools, np.int64)
     tokens_by_class(lengths, layout._order, layout._blocks, layout._block, table, tokens, samples)
     for pool in range(layout.num_pools):
         steps, num_samples, num_tokens = layout.steps_of(pool), int(samples[pool]), int(tokens[pool].sum())
-        # By rows no bin holds more than the mean and two of the longest, and all hold equally many.
+        # By rows no bin holds more than the mean and two of the longest (whole steps: one and a unit of them), and about equally many.
         rows = math.ceil(math.ceil(num_samples / bins) / steps)
-        by_rows = rules.bucket_steps == 1 and num_tokens // (steps * bins) + 2 * need.longest < cap_tokens and rows <= cap_samples
+        spare = rows // ROWS + 1 if rules.whole_steps else 1
+        fits = num_tokens // (steps * bins) + (spare + 1) * need.longest < cap_tokens and rows + spare - 1 <= cap_samples
+        by_rows = rules.bucket_steps == 1 and fits
         packed = cap_samples >= cap_tokens and num_samples <= steps * bins * cap_samples
         if num_samples < steps * bins or not (by_rows or (packed and fullest_bin(tokens[pool], top, steps * bins) <= cap_tokens)):
             return False
@@ -195,18 +199,31 @@ def _try_pools(lengths: Ints, layout: Layout, need: _Need) -> Layout:
     for pool in range(len(layout._blocks) - 1):
         samples, sizes, state = layout.take(lengths, pool)
         tokens, share = int(sizes.sum()), len(samples) / len(lengths)
-        steps = need.even(max(1, math.ceil(need.exact(tokens, len(samples))), math.ceil(need.least * share)))
+        bins, cap_tokens, _ = need.caps
+        halves = math.ceil(np.count_nonzero(sizes > cap_tokens // 2) / bins)  # no two of these share a bin
+        steps = need.even(max(1, math.ceil(need.exact(tokens, len(samples))), halves, math.ceil(need.least * share)))
         steps = min(steps, len(samples))
         last_for_rows = steps + steps // 8 + 1 if rules.bucket_steps > 1 else 0
         while len(samples):
             failed = plan_pool(sizes, rules, steps, state, steps > last_for_rows or steps == len(samples))[3]
             if failed == -1:
                 break
-            if failed >= 0 or steps >= len(samples):
-                raise _too_tight(rules, ends[-1] + max(failed, 0))
-            steps = min(need.even(steps + 1), len(samples))
+            assert steps < len(samples), "a step for each sample fits"
+            steps = min(need.even(steps + max(1, steps // 64)), len(samples))
         ends.append(ends[-1] + steps)
     return replace(layout, _steps=np.array(ends, np.int64))
+
+
+def _check_ranks(lengths: Ints, layout: Layout, rules: Rules, longest: int) -> None:
+    """Raises for a step that its ranks cannot hold; plans every pool to see, unless no step can be too much."""
+    W = rules.world_size
+    if rules.step_tokens // W + longest <= rules.rank_tokens and -(-rules.step_samples // W) <= rules.rank_samples:
+        return
+    for pool in range(layout.num_pools):
+        _, sizes, state = layout.take(lengths, pool)
+        failed = plan_pool(sizes, rules, layout.steps_of(pool), state, True)[3] if len(sizes) else -1
+        if failed >= 0:
+            raise _too_tight(rules, int(layout._steps[pool]) + failed)
 
 
 def _too_tight(rules: Rules, step: int) -> ValueError:

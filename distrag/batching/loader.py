@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,23 +25,6 @@ if TYPE_CHECKING:
     from distrag.batching.plan import EpochPlan
     from distrag.batching.sampler import TokenBudgetSampler
     from distrag.data.split import View
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """One step as planned.
-
-    Attributes:
-        rank_tokens: tokens of every rank, int64 `[W]`.
-        rank_samples: samples of every rank, int64 `[W]`.
-        imbalance: cost of the dearest rank over the mean.
-        padding_share: share of a padded batch of this rank's samples that would be padding.
-    """
-
-    rank_tokens: Ints
-    rank_samples: Ints
-    imbalance: float
-    padding_share: float
 
 
 class Loader:
@@ -98,12 +80,6 @@ class Loader:
                 yield self._arrive(batch)
         finally:
             batches.close()
-
-    def facts(self, step: int) -> StepFacts:
-        """Returns the plan's numbers of one step of the current epoch."""
-        plan = self.sampler.plan
-        lengths = self.sampler.lengths[plan.samples(step, self.sampler.rank)]
-        return StepFacts(plan.rank_tokens(step), plan.rank_samples(step), plan.imbalance(step), padding_share(lengths))
 
     def _build_host(self, plan: EpochPlan, start: int, view: View, counts: Floats) -> Generator[Any, None, None]:
         rank = self.sampler.rank

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distrag.batching.plan import EpochPlan, plan_epoch
+from distrag.batching.checks import as_lengths
+from distrag.batching.layout import hash_lengths
+from distrag.batching.plan import EpochPlan, fingerprint_of, plan_epoch
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.problem import problem
 
@@ -174,21 +176,24 @@ def plan_nodes(
         got, wanted = f"global_tokens {options['global_tokens']} for nodes", "max_tokens: which samples form a step depends on the nodes"
         raise problem("Steps cannot be the same for every number of nodes", got=got, wanted=wanted, where="plan_nodes", todo=todo)
     numbers = np.arange(len(node_of)) if samples is None else np.asarray(samples, np.int64)
-    own = [numbers[node_of[numbers] == node] for node in range(num_nodes)]
+    order = np.argsort(node_of[numbers], kind="stable")
+    own = np.split(numbers[order], np.searchsorted(node_of[numbers][order], np.arange(1, num_nodes)))
+    sizes = as_lengths(lengths)
     common: dict[str, Any] = {
         "world_size": world_size // num_nodes,
         "first_step": first_step,
         "pool_samples": max(_POOL_SAMPLES, 16 * _POOL_SAMPLES // num_nodes),
+        "fingerprint": fingerprint_of(hash_lengths(sizes), len(sizes), options.get("seed", 0), options.get("shuffle", True)),
         **options,
     }
-    plans = [plan_epoch(lengths, samples=its, **common) for its in own]
+    plans = [plan_epoch(sizes, samples=its, **common) for its in own]
     for _ in range(_ROUNDS):
         most = max(plan.num_steps for plan in plans)
         if all(plan.num_steps in (most, first_step) for plan in plans):
             break
         for node, plan in enumerate(plans):
             if first_step < plan.num_steps < most:
-                plans[node] = plan_epoch(lengths, samples=own[node], num_steps=most - first_step, **common)
+                plans[node] = plan_epoch(sizes, samples=own[node], num_steps=most - first_step, **common)
     return NodePlan(plans)
 
 

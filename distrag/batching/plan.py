@@ -6,17 +6,16 @@ Every rank computes the same plan without talking to the others, a pool at a tim
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from distrag.batching.checks import as_lengths, as_samples, check_numbers
 from distrag.batching.deal import NO_CAP
 from distrag.batching.layout import Layout, build_layout, hash_lengths
 from distrag.batching.pool import Rules, plan_pool
-from distrag.problem import problem
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 Cost = tuple[float, float, float]
 
-MAX_RANKS = 65_536
 _KEPT = 3
 """Pools that a plan keeps: the one that is read, the one read ahead, and the one whose last step is still being logged."""
 
@@ -52,13 +50,22 @@ class EpochPlan:
     """
 
     def __init__(
-        self, lengths: Ints, chosen: Ints | None, rules: Rules, layout: Layout, seed: int, epoch: int, first_step: int, fingerprint: str
+        self,
+        lengths: Ints,
+        chosen: Ints | None,
+        sizes: Ints,
+        rules: Rules,
+        layout: Layout,
+        seed: int,
+        epoch: int,
+        first_step: int,
+        fingerprint: str,
     ) -> None:
         self.world_size, self.seed, self.epoch, self.cost = rules.world_size, seed, epoch, rules.cost
         self.num_samples, self.num_tokens = len(lengths if chosen is None else chosen), layout.num_tokens
         self.first_step, self.num_steps, self.fingerprint = first_step, first_step + layout.num_steps, fingerprint
         self._lengths, self._chosen, self._rules, self._layout = lengths, chosen, rules, layout
-        self._sizes = lengths if chosen is None else lengths[chosen]
+        self._sizes = sizes
         self._pools: OrderedDict[int, _Pool] = OrderedDict()
         self._lock = threading.Lock()  # a loader's thread reads ahead while the training loop looks up what it logs
 
@@ -122,10 +129,6 @@ class EpochPlan:
     def _per_rank(self, step: int, values: Floats | Ints) -> Floats:
         return np.bincount(self.step_ranks(step), weights=values, minlength=self.world_size)
 
-    def tokens(self, step: int, rank: int) -> int:
-        """Returns the tokens of one rank in one step."""
-        return int(self._lengths[self.samples(step, rank)].sum())
-
     def step_tokens(self, step: int) -> int:
         """Returns the tokens of a step over all ranks."""
         return int(self._lengths[self.step_samples(step)].sum())
@@ -162,19 +165,24 @@ class EpochPlan:
             max_steps: look at so many steps at most, spread over the epoch; all otherwise, which plans every pool.
         """
         steps = self._spread(max_steps)
-        tokens = np.array([self.rank_tokens(step) for step in steps], np.int64).reshape(-1, self.world_size)
-        samples = np.array([self.rank_samples(step) for step in steps], np.int64).reshape(-1, self.world_size)
-        cost = self.imbalances(max_steps)
-        token = np.array([_peak(row) for row in tokens])
+        found: dict[str, list[tuple[float, float, float]]] = {"step_tokens": [], "rank_tokens": [], "rank_samples": []}
+        peaks: dict[str, list[float]] = {"imbalance": [], "token_imbalance": []}
+        dummies = 0
+        for step in steps:
+            tokens, samples = self.rank_tokens(step), self.rank_samples(step)
+            for name, values in (("step_tokens", tokens.sum(keepdims=True)), ("rank_tokens", tokens), ("rank_samples", samples)):
+                found[name].append((values.min(), values.mean(), values.max()))
+            peaks["imbalance"].append(self.imbalance(step))
+            peaks["token_imbalance"].append(_peak(tokens))
+            dummies += int((samples == 0).sum())  # a rank without samples takes a dummy
         numbers: dict[str, float] = {"num_steps": self.num_steps, "num_samples": self.num_samples, "num_tokens": self.num_tokens}
-        for name, values in (("step_tokens", tokens.sum(1)), ("rank_tokens", tokens), ("rank_samples", samples)):
-            some = values if values.size else np.zeros(1, np.int64)
-            numbers |= {f"{name}_min": int(some.min()), f"{name}_mean": float(some.mean()), f"{name}_max": int(some.max())}
-        for name, peaks in (("imbalance", cost), ("token_imbalance", token)):
-            some = peaks if len(peaks) else np.ones(1)
+        for name, rows in found.items():
+            low, mean, high = np.array(rows or [(0, 0, 0)], np.float64).T
+            numbers |= {f"{name}_min": int(low.min()), f"{name}_mean": float(mean.mean()), f"{name}_max": int(high.max())}
+        for name, its in peaks.items():
+            some = np.array(its or [1.0])
             numbers |= {f"{name}_mean": float(some.mean()), f"{name}_p99": float(np.quantile(some, 0.99)), f"{name}_max": float(some.max())}
-        # A rank without samples takes a dummy.
-        return {**numbers, "num_dummies": int((samples == 0).sum()), "num_steps_looked_at": len(steps)}
+        return {**numbers, "num_dummies": dummies, "num_steps_looked_at": len(steps)}
 
 
 def _peak(values: Floats | Ints) -> float:
@@ -198,6 +206,7 @@ def plan_epoch(
     samples: ArrayLike | None = None,
     first_step: int = 0,
     pool_samples: int = 1 << 17,
+    fingerprint: str | None = None,
 ) -> EpochPlan:
     """Returns the plan of one epoch: each sample in exactly one step on exactly one rank, and equal steps on all ranks.
 
@@ -215,34 +224,32 @@ def plan_epoch(
         global_tokens: most tokens of a global step, for every world size; a `max_tokens` beside it is only checked.
         seed: seed of the shuffle.
         epoch: number of the epoch; another epoch has another order.
-        shuffle: false draws nothing: the same plan every epoch, pools in the order of the samples.
+        shuffle: false draws nothing: the same plan every epoch.
         cost: `(a, b, c)`; a sample of length L costs `a*L + b*L^2 + c`.
         max_samples: most samples of one rank in a step; default `max_tokens`, so that empty histories do not pile up. With
             `global_tokens` a step holds at most `global_tokens` samples, and `max_samples` is only checked.
         bucket_steps: global steps that share one list sorted by length; 1 mixes all lengths in each step, more packs like lengths together.
-        num_steps: make at least so many steps.
+        num_steps: make at least so many steps, but no more than there are samples.
         samples: plan these sample numbers only, integers; what earlier steps of the epoch have left, say.
         first_step: number of the first step.
         pool_samples: about how many samples are planned at once; twice as many where steps are large. Planning takes some 80 bytes each.
+        fingerprint: that of the epoch, where it is known; otherwise all lengths are read for it.
 
     Raises:
         ValueError: for a budget that is missing, below 1 or below the longest sample, for negative lengths, and, with `global_tokens`, for
             a step that no dealing fits under `max_tokens` or `max_samples`.
     """
+    numbers = {"max_tokens": max_tokens, "global_tokens": global_tokens, "max_samples": max_samples, "num_steps": num_steps}
+    check_numbers(world_size, cost, seed, epoch, bucket_steps=bucket_steps, pool_samples=pool_samples, first_step=first_step, **numbers)
     sizes = as_lengths(lengths)
-    chosen = None if samples is None else np.ascontiguousarray(samples, np.int64)
-    _check(sizes, world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost, num_steps, pool_samples)
+    chosen = None if samples is None else as_samples(samples, len(sizes))
     rules = _build_rules(world_size, max_tokens, global_tokens, max_samples, bucket_steps, cost)
     planned = sizes if chosen is None else sizes[chosen]
     layout = build_layout(planned, rules, seed, epoch, shuffle=shuffle, num_steps=num_steps or 0, pool_samples=pool_samples)
-    lengths_hash = layout.lengths_hash if chosen is None else hash_lengths(sizes)
-    return EpochPlan(sizes, chosen, rules, layout, seed, epoch, first_step, _fingerprint(lengths_hash, len(sizes), seed, shuffle))
-
-
-def as_lengths(lengths: ArrayLike) -> Ints:
-    """Returns lengths as the compiled code reads them: int64 and int32 in place, others as int64."""
-    sizes = np.asarray(lengths)
-    return sizes if sizes.dtype in (np.int64, np.int32) else np.ascontiguousarray(sizes, np.int64)
+    if fingerprint is None:
+        lengths_hash = layout.lengths_hash if chosen is None else hash_lengths(sizes)
+        fingerprint = fingerprint_of(lengths_hash, len(sizes), seed, shuffle)
+    return EpochPlan(sizes, chosen, planned, rules, layout, seed, epoch, first_step, fingerprint)
 
 
 def _build_rules(
@@ -257,36 +264,7 @@ def _build_rules(
     return Rules(world_size, bucket_steps, global_tokens is not None, *caps, price)
 
 
-def _fingerprint(lengths_hash: int, num_samples: int, seed: int, shuffle: bool) -> str:
-    told = f"distrag plan 1: {lengths_hash} {num_samples} {seed} {shuffle}"
+def fingerprint_of(lengths_hash: int, num_samples: int, seed: int, shuffle: bool) -> str:
+    """Returns the hash of what every plan of an epoch follows from, whatever ranks and budget."""
+    told = f"distrag plan 2: {lengths_hash} {num_samples} {seed} {shuffle}"
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-
-
-def _check(
-    lengths: Ints,
-    world_size: int,
-    max_tokens: int | None,
-    global_tokens: int | None,
-    max_samples: int | None,
-    bucket_steps: int,
-    cost: Cost,
-    num_steps: int | None,
-    pool_samples: int,
-) -> None:
-    if lengths.ndim != 1:
-        raise problem(
-            "Lengths are no list", got=f"shape {lengths.shape}", wanted="[N]", where="plan_epoch", todo="pass one length a sample"
-        )
-    if max_tokens is None and global_tokens is None:
-        raise problem("No token budget", got="neither", wanted="max_tokens or global_tokens", where="batching", todo="set one of them")
-    whole = {"max_tokens": max_tokens, "global_tokens": global_tokens, "max_samples": max_samples, "bucket_steps": bucket_steps}
-    for name, value in {**whole, "world_size": world_size, "num_steps": num_steps, "pool_samples": pool_samples}.items():
-        if value is not None and value < 1:
-            raise problem("A size is too small", got=value, wanted="at least 1", where=f"batching.{name}", todo=f"raise {name}")
-    if world_size > MAX_RANKS:
-        todo = f"plan for at most {MAX_RANKS:,} ranks"
-        raise problem("Too many ranks", got=world_size, wanted=f"at most {MAX_RANKS:,}", where="plan_epoch(world_size=)", todo=todo)
-    if not all(math.isfinite(part) and part >= 0 for part in cost):
-        raise problem(
-            "A cost is negative or no number", got=cost, wanted="a, b, c >= 0", where="plan_epoch(cost=)", todo="pass the encoder's cost"
-        )

@@ -13,7 +13,8 @@ import numpy as np
 
 from distrag.batching.compiled import compiled
 from distrag.batching.deal import deal_step, sort_falling
-from distrag.batching.rows import deal_rows, fall, next_random, shuffle, weigh
+from distrag.batching.polish import polish
+from distrag.batching.rows import deal_rows, fall, next_random, price, shuffle, weigh
 
 if TYPE_CHECKING:
     from distrag.batching.compiled import Floats, Ints
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 ROWS = 24
 """Units that a step holds at least: with fewer its tokens would not come out even."""
 
-FINE = 1.005
-"""Imbalance of cost up to which rows are good enough; above, a step is dealt sample by sample as well, and the better one stays."""
+FINE, GOOD, SMALL = 1.0015, 1.005, 1 << 16
+"""Imbalance of cost and tokens above which samples of a step are swapped, in pools up to `SMALL` samples and in larger ones, whose rows
+come out better and whose planning takes longer; above `GOOD` a step is also dealt one by one, and the better stays."""
 
 
 class Rules(NamedTuple):
@@ -81,7 +83,10 @@ def plan_pool(lengths: Ints, rules: Rules, num_steps: int, state: np.uint64, may
         return index, ranks, bounds, -2
     if not rules.whole_steps:
         bins = _pack(lengths, num_steps * rules.world_size, rules.rank_tokens, rules.rank_samples)
-        return index, ranks, bounds, -1 if _group(lengths, bins, rules, turn, index, ranks, bounds) else -2
+        if not _group(lengths, bins, rules, turn, index, ranks, bounds):
+            return index, ranks, bounds, -2
+        _polish_all(lengths, rules, index, bounds, ranks)
+        return index, ranks, bounds, -1
     steps = _pack(lengths, num_steps, rules.step_tokens, rules.step_samples)
     if steps.min() < 0 or not _collect(_falling_by(lengths, steps), turn, index, bounds):
         return index, ranks, bounds, -2
@@ -180,15 +185,20 @@ def _steps_fit(lengths: Ints, rules: Rules, index: Ints, bounds: Ints) -> bool:
 def _deal_ranks(lengths: Ints, weights: Ints, rules: Rules, index: Ints, bounds: Ints, ranks: Ints) -> int:
     """Deals each step to the ranks; returns -1, or the first step that does not fit."""
     W = rules.world_size
+    fine, pairs = (FINE, 512) if len(lengths) <= SMALL else (GOOD, 64)
     load, tokens, samples = np.empty(W, np.float64), np.empty(W, np.int64), np.empty(W, np.int64)
     for s in range(len(bounds) - 1):
         own, dealt = index[bounds[s] : bounds[s + 1]], np.zeros(bounds[s + 1] - bounds[s], np.int64)
         if W > 1:
             deal_rows(weights[own], W, s % W, np.uint64(0), dealt)
         fits, worst = _weigh_ranks(lengths, rules, own, dealt, load, tokens, samples)
-        if W > 1 and not (fits and worst <= FINE):
+        if W > 1 and worst > fine:
+            polish(lengths[own], rules.cost, W, rules.rank_tokens, rules.rank_samples, FINE, pairs, dealt)
+            fits, worst = _weigh_ranks(lengths, rules, own, dealt, load, tokens, samples)
+        if W > 1 and not (fits and worst <= GOOD):
             other = np.empty(len(own), np.int64)
             if _deal_singly(lengths[own], rules.cost, W, rules.rank_tokens, rules.rank_samples, s % W, other) == 0:
+                polish(lengths[own], rules.cost, W, rules.rank_tokens, rules.rank_samples, FINE, pairs, other)
                 _, better = _weigh_ranks(lengths, rules, own, other, load, tokens, samples)
                 if not fits or better < worst:
                     fits, dealt = True, other
@@ -200,19 +210,31 @@ def _deal_ranks(lengths: Ints, weights: Ints, rules: Rules, index: Ints, bounds:
 
 
 @compiled
+def _polish_all(lengths: Ints, rules: Rules, index: Ints, bounds: Ints, ranks: Ints) -> None:
+    """Evens out the ranks of every step with what room the caps leave."""
+    pairs = 512 if len(lengths) <= SMALL else 64
+    for s in range(len(bounds) - 1):
+        own, dealt = index[bounds[s] : bounds[s + 1]], ranks[bounds[s] : bounds[s + 1]].astype(np.int64)
+        polish(lengths[own], rules.cost, rules.world_size, rules.rank_tokens, rules.rank_samples, FINE, pairs, dealt)
+        for i in range(len(own)):
+            ranks[bounds[s] + i] = dealt[i]
+
+
+@compiled
 def _weigh_ranks(lengths: Ints, rules: Rules, own: Ints, dealt: Ints, load: Floats, tokens: Ints, samples: Ints) -> tuple[bool, float]:
-    """Returns whether both caps of a rank hold, and the imbalance of cost; the last three arrays `[W]` receive what each rank has."""
+    """Returns whether both caps of a rank hold, and the worse imbalance of cost and tokens; the last three, `[W]`, get each rank's."""
     load[:] = 0.0
     tokens[:] = 0
     samples[:] = 0
-    a, b, c = rules.cost
     for i in range(len(own)):
         length = lengths[own[i]]
-        load[dealt[i]] += a * length + b * float(length) * length + c
+        load[dealt[i]] += price(float(length), rules.cost)
         tokens[dealt[i]] += length
         samples[dealt[i]] += 1
     cost = load.sum()
     worst = load.max() * len(load) / cost if cost > 0.0 else 1.0
+    if tokens.sum() > 0:
+        worst = max(worst, tokens.max() * len(load) / float(tokens.sum()))
     return tokens.max() <= rules.rank_tokens and samples.max() <= rules.rank_samples, worst
 
 
@@ -251,10 +273,8 @@ def _group(lengths: Ints, bins: Ints, rules: Rules, turn: Ints, index: Ints, ran
         return False
     num_bins = W * num_steps
     load, filled = np.zeros(num_bins, np.float64), np.zeros(num_bins, np.int64)
-    a, b, c = rules.cost
     for i in range(len(bins)):
-        length = lengths[i]
-        load[bins[i]] += a * length + b * float(length) * length + c
+        load[bins[i]] += price(float(lengths[i]), rules.cost)
         filled[bins[i]] = 1
     used = np.flatnonzero(filled)
     dear = used[np.argsort(-load[used])]

@@ -54,23 +54,28 @@ def shuffle_two(values: Ints, others: Ints, state: np.uint64) -> np.uint64:
 
 
 @compiled
+def price(length: float, cost: tuple[float, float, float]) -> float:
+    """Returns `a*L + b*L^2 + c`."""
+    return cost[0] * length + cost[1] * length * length + cost[2]
+
+
+@compiled
 def weigh(lengths: Ints, cost: tuple[float, float, float]) -> Ints:
     """Returns what each sample weighs, int64 `[n]`: its share of the tokens and of the cost in equal parts, `WHOLE` in all.
 
     One number for both keeps both even: rows of like lengths differ in neither.
     """
     n = len(lengths)
-    tokens, price = 0.0, 0.0
+    tokens, prices = 0.0, 0.0
     for i in range(n):
-        length = float(lengths[i])
-        tokens += length
-        price += cost[0] * length + cost[1] * length * length + cost[2]
+        tokens += float(lengths[i])
+        prices += price(float(lengths[i]), cost)
     by_token = WHOLE / 2 / tokens if tokens > 0.0 else 0.0
-    by_price = WHOLE / 2 / price if price > 0.0 else 0.0
+    by_price = WHOLE / 2 / prices if prices > 0.0 else 0.0
     weights = np.empty(n, np.int64)
     for i in range(n):
         length = float(lengths[i])
-        weights[i] = np.int64(by_token * length + by_price * (cost[0] * length + cost[1] * length * length + cost[2]))
+        weights[i] = np.int64(by_token * length + by_price * price(length, cost))
     return weights
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from distrag.batching.plan import Cost, EpochPlan, as_lengths, plan_epoch
+from distrag.batching.checks import as_lengths, check_state, check_steps_done
+from distrag.batching.plan import Cost, EpochPlan, plan_epoch
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
             "cost": tuple(float(part) for part in cost),
         }
         self._counts, self._content_hash = counts, content_hash
-        self._start = 0
+        self._start, self._stale = 0, False  # stale: the plan at hand is the rest of an epoch that is over
         self._before: list[dict[str, Any]] = []  # parts of this epoch that other ranks or budgets have trained
         self._plan = self._build_plan()
 
@@ -122,8 +123,8 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
     @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch; made once an epoch, and once for all where nothing is drawn."""
-        if self._plan.epoch != self.epoch and (self.shuffle or hasattr(self._source, "at_epoch")):
-            self._plan = self._build_plan()
+        if self._plan.epoch != self.epoch and (self.shuffle or self._stale or hasattr(self._source, "at_epoch")):
+            self._plan, self._stale = self._build_plan(), False
         return self._plan
 
     @property
@@ -140,7 +141,8 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration; another epoch starts at its first step and is whole."""
         if epoch != self.epoch:
-            self._start, self._before = 0, []
+            self._start, self._stale = 0, bool(self._before)
+            self._before = []
         super().set_epoch(epoch)
 
     @property
@@ -165,6 +167,7 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
         Args:
             steps_done: steps of this epoch that were trained, not those that were read ahead.
         """
+        check_steps_done(steps_done)
         return {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -182,18 +185,31 @@ class TokenBudgetSampler(DistributedSampler[list[int]]):
         numbered on.
 
         Raises:
-            ValueError: the state is of other data, naming both hashes.
+            ValueError: the state is of other data, naming both hashes, or no state.
         """
-        self._check_data("The data is not that of the state", state.get("content_hash", ""), self._content_hash)
+        check_state(state)
+        self._check_data("The data is not that of the state", state["content_hash"], self._content_hash)
+        kept = self.__dict__.copy()
+        try:
+            self._load(state)
+        except ValueError:
+            self.__dict__.update(kept)  # a refused state moves nothing
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
         self._start, self._before = 0, []
         super().set_epoch(state["epoch"])
-        done, parts = int(state["steps_done"]), [{**part, "options": _options(part["options"])} for part in state.get("parts", [])]
-        if parts and _composes_alike(parts[-1]["options"], self._options):
+        done, parts = int(state["steps_done"]), [{**part, "options": _options(part["options"])} for part in state["parts"]]
+        if _composes_alike(parts[-1]["options"], self._options):
             parts.pop()
         self._before = [part for part in parts if done]
         self._plan = self._build_plan()
-        self._check_data("The lengths are not those of the state", state.get("fingerprint", ""), self._plan.fingerprint)
+        self._check_data("The lengths are not those of the state", state["fingerprint"], self._plan.fingerprint)
+        if done > self._plan.num_steps and not self._before:
+            todo = "pass what state_dict has given"
+            got, wanted = f"{done} steps done", f"at most the {self._plan.num_steps} of the epoch"
+            raise problem("More steps than the epoch has", got=got, wanted=wanted, where="load_state_dict", todo=todo)
         self._start = done
         if done >= self._plan.num_steps and len(self.lengths):
             self.set_epoch(state["epoch"] + 1)

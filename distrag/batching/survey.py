@@ -39,7 +39,10 @@ def look(lengths: Ints, block: int, sums: Ints) -> tuple[int, int, int, int]:
             tokens += length
             shortest = min(shortest, length)
             longest = max(longest, length)
-            mixed += np.uint64(length + 1) * (np.uint64(i) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1))
+            # Not linear in the lengths, or a token that moves from one sample to another could cancel out.
+            bits = np.uint64(length) + np.uint64(i) * np.uint64(0x9E3779B97F4A7C15)
+            bits = (bits ^ bits >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+            mixed += bits ^ bits >> np.uint64(29)
         sums[b] = tokens
         total += tokens
     return int(total), int(shortest), int(longest), int(mixed >> np.uint64(1))

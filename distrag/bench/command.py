@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import platform
 import tempfile
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import torch
 
 from distrag.bench.histories import BenchData, draw_histories, read_histories
+from distrag.bench.machine import describe_machine
 from distrag.bench.padded import PADDED_ENCODERS, PaddedLoading, PaddedModel, PaddedSide, Samples, build_loader
 from distrag.bench.parity import check_histories, check_model
 from distrag.bench.ragged import RaggedLoading, RaggedSide, bench_config, build_batches, write_histories
@@ -84,7 +83,7 @@ def _measure(args: argparse.Namespace, data: BenchData, store: Path, world: Worl
     finally:
         gc.unfreeze()
     return {
-        "machine": _machine(args.threads),
+        "machine": describe_machine(args.threads),
         "histories": _describe(data),
         "shape": asdict(shape),
         "padded_adam_fused": args.fused_adam,
@@ -166,11 +165,3 @@ def _describe(data: BenchData) -> Report:
         "num_rows": data.num_rows,
         "length_p50_p95_max": quantiles,
     }
-
-
-def _machine(threads: int) -> Report:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    packages = {name: version(name) for name in ("torch", "torchrec", "numba", "numpy")}
-    return {"cpu": model, "torch_threads": threads, "python": platform.python_version(), **packages}

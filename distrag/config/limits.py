@@ -66,6 +66,7 @@ _RANGES: dict[str, Range] = {
     "batching.global_tokens": Range(1, INT32),
     "batching.max_samples": Range(1, INT32),
     "batching.bucket_steps": Range(1, 1_000_000),
+    "batching.cost": Range(0, 1e12),
     "batching.prefetch": Range(0, 1024),
     "model.dim": Range(1, 65_536),
     "model.head_hidden": Range(1, 65_536),

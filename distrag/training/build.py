@@ -18,10 +18,10 @@ from distrag.model import Inputs, SequenceModel
 from distrag.parallel import Parallel, build_parallel
 from distrag.problem import problem
 from distrag.training.checks import check_job
+from distrag.training.cost import choose_cost, read_cost
 from distrag.training.inputs import build_run_views
 from distrag.training.locality import Place, node_options, open_run_store
-from distrag.world import World
-from distrag.world import agreed as agreed
+from distrag.world import World, agreed
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Job:
     cost: tuple[float, float, float]
     normalize: bool
     place: Place | None = None
+    cost_from: str = ""
 
     @property
     def prefetch(self) -> int:
@@ -77,12 +78,14 @@ def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> J
     """
     limit = _memory_limit(config, world)
     store, place = open_run_store(config, world)
+    fitted = world.broadcast_object(world.on_first(lambda: read_cost(config.train.run_dir)))
     plain = agreed(world, lambda: _prepare(config, store, world, limit, fold_valid))
-    views, inputs, model, placements, collate, cost, normalize = plain
+    views, inputs, model, placements, collate, arithmetic, normalize = plain
+    cost, cost_from = choose_cost(config, arithmetic, fitted, world.device.type)
     parallel = build_parallel(model, placements, world, config.tables, config.optim.table_lr, direct=not config.debug)
     if place is not None:
         collate.count = place.counted(collate.count)
-    return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize, place)
+    return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize, place, cost_from)
 
 
 def _prepare(config: RunConfig, store: Store, world: World, limit_bytes: int, fold_valid: bool) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.checkpoint import change_extra, keep_checkpoint, load_checkpoint, save_checkpoint
 from distrag.problem import problem
-from distrag.training.build import Job, agreed
+from distrag.training.build import Job
 from distrag.training.checks import check_length
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
 from distrag.training.metrics import MetricsWriter, SampleLog
@@ -25,6 +25,7 @@ from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.resume import describe_run, last_of, limits_of
 from distrag.training.step import StepResult, check_count, train_step
 from distrag.training.timing import Clock, RankTimes, StepWatch, Tally, by_rank
+from distrag.world import agreed
 
 LOWER_IS_BETTER = ("log_loss", "ne")
 _HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at", "losses")
@@ -86,11 +87,12 @@ class Fit:
             schedule_steps = round(self.total_epochs * self.epoch_steps * self._stretch)
         self.optimizer = build_optimizer(job.parallel, self.config.optim, self.config.tables)
         self.schedule = Schedule(self.optimizer, self.config.optim, schedule_steps)
-        self.watch, self.tally = StepWatch(job.parallel.plain.tables, self.world.device), Tally()
+        self.watch = StepWatch(job.parallel.plain.tables if self.world.size > 1 else None, self.world.device)
+        self.tally = Tally()
         self.metric = choose_metric(job)
         self.step = self.epoch = self.num_epochs = self.misses = 0
         self.best_step: int = 0
-        self.trained = 0  # steps of the sampler's epoch
+        self.trained = self.num_cut = 0  # steps, and events cut, of the sampler's epoch
         self.evaluated_at = self.saved_at = -1
         self.best_epochs: float = 0.0
         self._began = 0.0  # share of the sampler's epoch that was done before a resume
@@ -105,10 +107,10 @@ class Fit:
             self._evaluate()  # the run was cut in this evaluation
         while not self._is_done():
             self._run_epoch()
-        if self.selects and self.evaluated_at != self.step:
-            self._evaluate()
         if self.saved_at != self.step:
             self._save()
+        if self.selects and self.evaluated_at != self.step:
+            self._evaluate()
         if not self.selects:
             keep_checkpoint(self.last, self.kept, self.world)
         self.watch.close()
@@ -119,7 +121,9 @@ class Fit:
         self.sampler.set_epoch(self.epoch)
         self.trained, self.num_epochs = self.sampler.start, self.epoch + 1
         self._began = self._began if self.trained else 0.0
-        loader = Loader(self.job.collate, self.job.views["train"], self.sampler, device=self.world.device, prefetch=self.job.prefetch)
+        train = self.job.views["train"]
+        self.num_cut = train.at_epoch(self.epoch).num_cut
+        loader = Loader(self.job.collate, train, self.sampler, device=self.world.device, prefetch=self.job.prefetch)
         self.job.parallel.model.train()
         clock = Clock(loader, self.world.device)
         for batch in loader:
@@ -195,6 +199,7 @@ class Fit:
             "tokens_per_s": clock.tokens_per_s(),
             "imbalance": plan.imbalance(batch.step),
             "padded_batch_padding_share": padding_share(lengths),
+            "num_cut": self.num_cut,
             "data_wait_share": clock.wait_share(),
             "grad_norm": grad_norm,
             "lr": self.config.optim.lr * factor,
@@ -286,7 +291,7 @@ class Fit:
         if (state["epoch_steps"], state["limits"]) != (self.epoch_steps, limits_of(self.config)):
             left = round((self.total_epochs - self._epochs_done()) * self.epoch_steps)
             limits = [limit for limit in (self.max_steps if self.selects else 0, self.step + left if self.total_epochs else 0) if limit > 0]
-            self.num_steps = min(limits)
+            self.num_steps = min(limits, default=self.step)
             self.schedule.num_steps = round(self.num_steps * self._stretch)
         if not self.selects:
             self.max_steps = self.num_steps

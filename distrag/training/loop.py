@@ -18,14 +18,15 @@ import yaml
 from distrag.checkpoint import load_checkpoint, write_whole
 from distrag.config import RunConfig, read_config, to_dict
 from distrag.problem import problem
-from distrag.training.build import Job, agreed, build_job
+from distrag.training.build import Job, build_job
 from distrag.training.checks import check_run_dir
 from distrag.training.contract import write_contract
+from distrag.training.cost import keep_cost
 from distrag.training.fit import Fit, build_sampler, count_steps
 from distrag.training.held_out import Metrics, evaluate_view
 from distrag.training.metrics import MetricsWriter, SampleLog, finite
 from distrag.training.resume import check_state, drop_beyond, is_finished, read_state
-from distrag.world import open_world
+from distrag.world import agreed, open_world
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,11 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[str, Te
     note = ""
     if state is None and (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
-        folder.rename(folder.with_name(f"{folder.name}.{number}"))
+        moved = folder.rename(folder.with_name(f"{folder.name}.{number}"))
         note = f"an earlier run was moved to {folder}.{number}"
     folder.mkdir(parents=True, exist_ok=True)
+    if note:
+        keep_cost(moved, folder)
     held = (folder / _LOCK).open("w")
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if state is not None:
@@ -244,6 +247,7 @@ def _describe(fit: Fit, note: str) -> None:
     sizes = ", ".join(f"{name} {len(view):,}" for name, view in job.views.items())
     say(f"{job.world.size} rank(s) on {job.world.device.type}; samples: {sizes}; cut to max_len: {job.views['train'].num_cut:,} events")
     say(f"{fit.epoch_steps} steps an epoch, {fit.num_steps} in all; planned imbalance {plan.imbalances(64).mean():.4f} (max/mean cost)")
+    say(f"cost of a history: {job.cost_from}")
     if not len(job.views["valid"]):
         say("valid has no samples: nothing selects the best step, and the last one is tested")
     for placement in job.placements:

@@ -17,6 +17,7 @@ FORMAT = 1
 _LIMITS = ("train.num_epochs", "train.max_steps")
 _MAY_DIFFER = (
     "batching.",  # another plan: the rest of the epoch is dealt anew
+    "data.cache",
     "data.path",  # the hash says whether it is the same store
     "data.on_unknown",
     "debug",

@@ -34,15 +34,15 @@ class StepWatch:
     """Times this rank's steps; on CUDA with events, so that nothing waits for the device until the numbers are taken.
 
     Args:
-        tables: the model's tables; their lookup ends the first exchange of a step.
+        tables: the model's tables; their lookup ends the first exchange of a step. None where there is one rank, and all of a step its own.
         device: where this rank computes.
     """
 
-    def __init__(self, tables: nn.Module, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, tables: nn.Module | None, device: torch.device) -> None:
+        self.device, self.alone = device, tables is None
         self._steps: deque[tuple[dict[str, Any], float]] = deque(maxlen=MOST_STEPS)
         self._marks: dict[str, Any] | None = None
-        self._hook = tables.register_forward_hook(self._looked_up)
+        self._hook = None if tables is None else tables.register_forward_hook(self._looked_up)
 
     def begin(self) -> None:
         """Marks the start of a step, its batch at hand."""
@@ -74,10 +74,10 @@ class StepWatch:
         if self._marks is None:
             return  # an evaluation
         self.mark("vectors")
-        for values in vectors.values():
-            if values.requires_grad:
-                # Lookups were the first of the forward, so autograd reaches them last: the first gradient of any ends our own part.
-                values.register_hook(lambda grad: self.mark("gradients"))  # type: ignore[no-untyped-call]
+        # Lookups were the first of the forward, so autograd reaches them last, and the last of them first: its gradient ends our own part.
+        last = next((values for values in reversed(vectors.values()) if values.requires_grad), None)
+        if last is not None:
+            last.register_hook(lambda grad: self.mark("gradients"))  # type: ignore[no-untyped-call]
 
     def take(self) -> torch.Tensor:
         """Returns own, exchange and wait seconds of each step since the last call, float64 `[K, 3]`, K at most `MOST_STEPS`."""
@@ -89,6 +89,8 @@ class StepWatch:
 
     def _split(self, marks: dict[str, Any]) -> tuple[float, float]:
         total = self._between(marks, "begin", "end")
+        if self.alone:
+            return total, 0.0
         own = self._between(marks, "vectors", "gradients") + self._between(marks, "backward", "end")
         return own, max(0.0, total - own)
 
@@ -100,7 +102,8 @@ class StepWatch:
 
     def close(self) -> None:
         """Takes the watch off the model."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,7 @@ class Tally:
     """Planned beside measured, over all lines of metrics that this process wrote."""
 
     def __init__(self) -> None:
-        self._parts: list[RankTimes] = []
-        self._planned: list[float] = []
+        self._seconds, self._planned, self._num_lines = np.zeros(4), 0.0, 0
 
     def add(self, times: RankTimes, planned: float) -> None:
         """Adds the steps of one line.
@@ -167,20 +169,19 @@ class Tally:
             times: of every rank.
             planned: imbalance of the step that the line is of.
         """
-        self._parts.append(RankTimes(*(np.stack([part.max(0), part.mean(0)]) for part in (times.own, times.exchange, times.wait))))
-        self._planned.append(planned)
+        own, exchange, wait = (part.mean(0).sum() for part in (times.own, times.exchange, times.wait))
+        self._seconds += times.own.max(0).sum(), own, exchange, wait
+        self._planned, self._num_lines = self._planned + planned, self._num_lines + 1
 
     def line(self) -> str:
         """Returns a line to read; '' before the first step."""
-        if not self._parts:
+        if not self._num_lines:
             return ""
-        (own_max, own), (_, exchange), (_, wait) = (
-            np.concatenate([getattr(part, name) for part in self._parts], 1).sum(1) for name in ("own", "exchange", "wait")
-        )
+        slowest, own, exchange, wait = self._seconds
         whole = max(1e-12, own + exchange + wait)
         return (
-            f"imbalance of the ranks planned {np.mean(self._planned):.4f} (cost), measured {own_max / max(1e-12, own):.4f} (own seconds); "
-            f"of a step {own / whole:.1%} own, {exchange / whole:.1%} exchange and waiting for ranks, {wait / whole:.1%} waiting for data"
+            f"imbalance of the ranks planned {self._planned / self._num_lines:.4f} (cost), measured {slowest / max(1e-12, own):.4f} (own "
+            f"seconds); of a step {own / whole:.1%} own, {exchange / whole:.1%} exchange and waiting for ranks, {wait / whole:.1%} for data"
         )
 
 

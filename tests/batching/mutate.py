@@ -22,8 +22,6 @@ MUTATIONS = (*OF_THE_PLAN, *OF_THE_EPOCH)
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("plan", "sampler", "loader", "nodes", "layout", "pool", "deal", "rows", "survey")
 LIMIT_S = 900
-COMPILED = ("deal", "rows", "survey", "pool")
-"""Modules whose functions are compiled into one another: numba does not see that one in another file has changed."""
 
 
 def main() -> int:
@@ -68,10 +66,6 @@ def _try(copy: Path, mutation: Mutation) -> bool:
     path, cache = copy / "distrag/batching" / mutation.file, copy.parent / "mutated"
     text, kept = mutated_source(copy, mutation), copy.parent / "kept"
     shutil.copytree(copy.parent / "cache", cache)
-    if path.stem in COMPILED:
-        for stem in COMPILED:
-            for stale in cache.rglob(f"{stem}.*"):
-                stale.unlink()
     shutil.copy2(path, kept)
     path.write_text(text)
     try:

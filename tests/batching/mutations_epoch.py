@@ -59,8 +59,8 @@ RESUME = (
         "the epoch after a resume is whole",
         "only what was left",
         "sampler.py",
-        "if epoch != self.epoch:\n            self._start, self._before = 0, []",
-        "if epoch != self.epoch:\n            self._start = 0",
+        "            self._before = []\n        super().set_epoch(epoch)",
+        "        super().set_epoch(epoch)",
     ),
     broken(
         "changed data is refused",
@@ -107,10 +107,10 @@ RESUME = (
 NODES = (
     broken(
         "a sample is of one node",
-        "the first is of all",
+        "borders one too far",
         "nodes.py",
-        "numbers[node_of[numbers] == node]",
-        "numbers[(node_of[numbers] == node) | (numbers == 0)]",
+        "np.searchsorted(node_of[numbers][order], np.arange(1, num_nodes))",
+        "np.searchsorted(node_of[numbers][order], np.arange(1, num_nodes)) + 1",
     ),
     broken(
         "a rank takes its own node's samples",

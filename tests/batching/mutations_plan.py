@@ -129,24 +129,24 @@ BALANCE = (
         "ranks are even in cost",
         "rows are weighed by tokens",
         "rows.py",
-        "by_price = WHOLE / 2 / price if price > 0.0 else 0.0",
+        "by_price = WHOLE / 2 / prices if prices > 0.0 else 0.0",
         "by_price = 0.0",
     ),
     broken(
         "ranks are even in cost",
         "single samples are weighed by tokens",
         "deal.py",
-        "price = cost[0] * length + cost[1] * length * length + cost[2]",
-        "price = 1.0 * length",
+        "paid = price(float(length), cost)",
+        "paid = 1.0 * length",
     ),
     broken(
         "ranks are even in cost",
         "rows are judged by tokens",
         "pool.py",
-        "load[dealt[i]] += a * length + b * float(length) * length + c",
-        "load[dealt[i]] += 1.0 * length",
+        "load[dealt[i]] += price(float(length), rules.cost)",
+        "load[dealt[i]] += 1.0 * float(length)",
     ),
-    broken("ranks are even in cost", "never sample by sample", "pool.py", "not (fits and worst <= FINE)", "not fits"),
+    broken("ranks are even in cost", "never sample by sample", "pool.py", "not (fits and worst <= GOOD)", "not fits"),
     broken(
         "ranks are even in tokens",
         "rows are weighed by cost",
@@ -161,7 +161,7 @@ BALANCE = (
         "pool.py",
         f"            {_DEAL}\n",
         f"            {_DEAL}\n        if s == len(bounds) - 2:\n            dealt = np.arange(len(own)) * W // len(own)\n",
-        ("not (fits and worst <= FINE)", "not (fits and (worst <= FINE or s == len(bounds) - 2))"),
+        ("not (fits and worst <= GOOD)", "not (fits and (worst <= GOOD or s == len(bounds) - 2))"),
     ),
     broken(
         "steps are of about equal tokens",
@@ -193,7 +193,7 @@ SHUFFLE = (
         "pools differ every epoch",
         "drawn by the seed alone",
         "layout.py",
-        "shuffle_in_place(order, random.integers(1, 2**64, dtype=np.uint64))",
+        "shuffle_in_place(order, random.integers(1, 2**64, dtype=np.uint64) if shuffle else _FIXED)",
         "shuffle_in_place(order, np.uint64(seed % 2**63 + 1))",
     ),
     broken(
@@ -219,8 +219,8 @@ SHUFFLE = (
         "shuffle=False draws nothing",
         "blocks are drawn",
         "layout.py",
-        "    if shuffle:\n        shuffle_in_place",
-        "    if True:\n        shuffle_in_place",
+        "dtype=np.uint64) if shuffle else _FIXED)",
+        "dtype=np.uint64))",
     ),
     broken(
         "shuffle=False draws nothing",
@@ -240,8 +240,10 @@ LAZY = (
         "before // num_bins)",
     ),
     broken("a pool that is promised fits", "classes seem one shorter", "survey.py", "(c + 32736) << 47", "(c + 32735) << 47"),
-    broken("a pool that is promised fits", "rows need only the mean", "layout.py", "+ 2 * need.longest < cap_tokens", "<= cap_tokens"),
-    broken("a pool that is promised fits", "by rows whatever the samples", "layout.py", " and rows <= cap_samples", ""),
+    broken(
+        "a pool that is promised fits", "rows need only the mean", "layout.py", "+ (spare + 1) * need.longest < cap_tokens", "<= cap_tokens"
+    ),
+    broken("a pool that is promised fits", "by rows whatever the samples", "layout.py", " and rows + spare - 1 <= cap_samples", ""),
     broken(
         "a pool that is promised fits", "packed whatever the samples", "layout.py", "packed = cap_samples >= cap_tokens and", "packed ="
     ),
@@ -249,15 +251,15 @@ LAZY = (
         "a pool that is promised fits",
         "whole steps fit any ranks in tokens",
         "layout.py",
-        "rules.step_tokens // rules.world_size + need.longest > rules.rank_tokens",
-        "False",
+        "rules.step_tokens // W + longest <= rules.rank_tokens",
+        "True",
     ),
     broken(
         "a pool that is promised fits",
         "whole steps fit any ranks in samples",
         "layout.py",
-        "-(-rules.step_samples // rules.world_size) > rules.rank_samples",
-        "False",
+        "-(-rules.step_samples // W) <= rules.rank_samples",
+        "True",
     ),
     broken(
         "a pool that is promised fits",

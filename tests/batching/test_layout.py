@@ -157,18 +157,13 @@ def test_pools_share_out_tokens_by_steps_the_last_one_too() -> None:
         assert tokens.max() <= 1.03 * tokens.mean()
 
 
-def test_whole_pools_without_a_shuffle_come_in_the_order_of_the_samples() -> None:
+def test_without_a_shuffle_every_seed_and_epoch_has_the_same_plan() -> None:
     lengths = np.random.default_rng(4).integers(0, 50, 5000)
     plans = [
         plan_epoch(lengths, world_size=2, max_tokens=900, shuffle=False, seed=s, epoch=e, pool_samples=500) for s, e in ((0, 0), (3, 4))
     ]
-    firsts = []
     for step in range(plans[0].num_steps):
-        samples = plans[0].step_samples(step)
-        assert np.array_equal(samples, plans[1].step_samples(step))
-        assert np.ptp(samples) < 1200
-        firsts.append(int(samples.min()))
-    assert np.corrcoef(firsts, np.arange(len(firsts)))[0, 1] > 0.95
+        assert np.array_equal(plans[0].step_samples(step), plans[1].step_samples(step))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

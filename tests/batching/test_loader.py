@@ -224,19 +224,6 @@ def test_the_next_epoch_may_be_set_while_this_one_is_read(parts: tuple[Collate, 
     assert all(same(one, other) for one, other in zip(wanted, got, strict=True))
 
 
-def test_the_facts_of_a_step_are_those_of_the_plan(parts: tuple[Collate, View]) -> None:
-    collate, view = parts
-    loader = Loader(collate, view, sampler_of(view, collate))
-    for batch in loader:
-        facts = loader.facts(batch.step)
-        assert facts.rank_tokens[0] == batch.num_tokens
-        assert facts.rank_tokens.sum() == batch.num_tokens_global
-        assert facts.rank_samples[0] == len(batch.samples)
-        assert facts.imbalance == loader.sampler.plan.imbalance(batch.step)
-        lengths = batch.lengths
-        assert facts.padding_share == pytest.approx(1 - float(lengths.sum()) / (len(lengths) * int(lengths.max())))
-
-
 def test_padding_share_of_nothing_is_nothing() -> None:
     assert padding_share(np.zeros(0, np.int64)) == padding_share(np.zeros(3, np.int64)) == 0
     assert padding_share(np.array([1, 3])) == pytest.approx(1 / 3)

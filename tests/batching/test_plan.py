@@ -38,7 +38,7 @@ def test_every_sample_once_under_both_caps_in_steps_that_all_ranks_have(world: P
         tokens = [int(lengths[part].sum()) for part in parts]
         assert max(tokens) <= world.budget
         assert max(len(part) for part in parts) <= (world.options["max_samples"] or world.budget)
-        assert [plan.tokens(step, rank) for rank in range(W)] == tokens == plan.rank_tokens(step).tolist()
+        assert tokens == plan.rank_tokens(step).tolist()
         assert plan.step_tokens(step) == sum(tokens)
         total += sum(tokens)
     assert total == plan.num_tokens
@@ -80,7 +80,9 @@ def test_cost_is_balanced_to_the_dearest_sample_where_no_cap_binds(world: Planna
         costs = plan.rank_costs(step)
         sizes = world.lengths[plan.step_samples(step)].astype(np.float64)
         dearest = (a * sizes + b * sizes**2 + c).max()
-        assert costs.max() <= costs.mean() + dearest + 1e-6
+        # Evened out in tokens as well, cost may come to lie as far from its mean as one sample of either is.
+        longest = sizes.max() / max(sizes.sum() / plan.world_size, 1e-9)
+        assert costs.max() <= costs.mean() + max(dearest, longest * costs.mean()) + 1e-6
         assert plan.imbalance(step) == pytest.approx(costs.max() / costs.mean() if costs.mean() > 0 else 1.0)
 
 
@@ -167,7 +169,7 @@ def test_a_sample_may_have_the_whole_budget_and_not_one_token_more(budget: dict[
         ({"max_samples": 0}, "max_samples"),
         ({"bucket_steps": 0}, "bucket_steps"),
         ({"world_size": 0}, "world_size"),
-        ({"world_size": 65_537}, "Too many ranks"),
+        ({"world_size": 65_537}, "world_size"),
         ({"num_steps": 0}, "num_steps"),
         ({"pool_samples": 0}, "pool_samples"),
         ({"cost": (1.0, -1.0, 0.0)}, "cost is negative"),
@@ -186,6 +188,38 @@ def test_a_global_step_that_no_rank_can_hold_is_refused_and_named() -> None:
     with pytest.raises(ValueError, match="step 0"):
         plan_epoch([5, 5, 5], world_size=2, global_tokens=15, max_tokens=5)
     assert plan_epoch([5, 5, 5], world_size=3, global_tokens=15, max_tokens=5).num_steps == 1
+
+
+@settings(max_examples=MANY // 20, deadline=None)
+@given(worlds(), st.integers(1, 40))
+def test_what_a_rank_can_hold_refuses_global_steps_and_never_changes_them(world: Plannable, max_samples: int) -> None:
+    free = world.plan_global()
+    try:
+        capped = world.plan_global(max_samples=max_samples, max_tokens=world.budget)
+    except ValueError as error:
+        assert "does not fit its ranks" in str(error)  # noqa: PT017
+        return
+    assert capped.num_steps == free.num_steps
+    for step in range(free.num_steps):
+        assert np.array_equal(free.step_samples(step), capped.step_samples(step))
+        assert capped.rank_samples(step).max() <= max_samples
+
+
+def test_lengths_above_half_the_cap_are_planned_as_quickly_as_others() -> None:
+    lengths = np.random.default_rng(0).integers(60, 201, 100_000)
+    plan = plan_epoch(lengths, world_size=8, max_tokens=200)
+    assert plan.num_steps >= (lengths > 100).sum() / 8
+    assert everything(plan) == list(range(100_000))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_sorted_file_makes_pools_of_a_bounded_number_of_samples(shuffle: bool) -> None:
+    lengths = np.sort(draw_lengths(np.random.default_rng(0), "zipf", 40_000, 500))
+    plan = plan_epoch(lengths, world_size=2, max_tokens=4000, shuffle=shuffle, pool_samples=2000)
+    sizes = [len(plan._layout.take(lengths, pool)[0]) for pool in range(plan._layout.num_pools)]
+    assert sum(sizes) == 40_000
+    assert len(sizes) > 8
+    assert max(sizes) <= 3 * 2000
 
 
 def test_no_samples_give_no_steps() -> None:

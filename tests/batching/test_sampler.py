@@ -126,6 +126,15 @@ def test_a_resumed_epoch_yields_exactly_the_rest_and_after_its_end_the_next() ->
     assert list(after) == list(again)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_epoch_after_one_that_other_ranks_began_is_whole(shuffle: bool) -> None:
+    for done in (3, 14):
+        again = resumed(build(shuffle=shuffle).state_dict(done), world_size=1, shuffle=shuffle)
+        again.set_epoch(1)
+        assert sorted(flat([list(again)])) == list(range(200))
+        assert again.plan.first_step == 0
+
+
 def test_the_seed_of_the_state_counts() -> None:
     whole = build(seed=9)
     assert list(resumed(whole.state_dict(3), seed=4)) == list(whole)[3:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import http.server
 import importlib.util
 import json
 import os
@@ -12,10 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,62 +24,16 @@ from distrag.data import stage as staging
 from distrag.data.blocks import BLOCKS, Blocks, parse_blocks
 from distrag.data.content import SAMPLES, column_bytes
 from distrag.data.remote import Remote
-from distrag.data.stage import Stage, read_staged
-from distrag.data.store import Store, open_folder, open_store
+from distrag.data.stage import read_staged
+from distrag.data.store import Store, open_store
 from distrag.data.write import write_store
 from tests.data.rows import ROOT, at_once
-
-NUM_ROWS = 4000
+from tests.data.staging import NUM_ROWS, build_store, cached, copy, room, same_rows, staged
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """About 11 MB with every kind of column: a dozen blocks."""
-    random = np.random.default_rng(0)
-    lengths = random.integers(0, 400, NUM_ROWS)
-    size = int(lengths.sum())
-    return write_store(
-        tmp_path_factory.mktemp("elsewhere") / "store",
-        history={
-            "item id": random.integers(1, 60_000, size),
-            "price": random.random(size).astype(np.float32),
-            "time": random.integers(0, 9, size),
-        },
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        context={"age": random.integers(1, 5, NUM_ROWS), "height": random.random(NUM_ROWS).astype(np.float32)},
-        label=random.integers(0, 2, NUM_ROWS),
-        weight=random.random(NUM_ROWS),
-        key=np.arange(NUM_ROWS),
-        features={"time": {"kind": "time"}},
-    )
-
-
-def copy(store: Store, tmp_path: Path) -> Path:
-    shutil.copytree(store.path, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-def cached(cache: Path) -> Path:
-    [folder] = cache.iterdir()
-    return folder
-
-
-def staged(url: str | Path, cache: Path, rows: list[tuple[int, int]] | None = None) -> Store:
-    stage, spans = Stage(url, cache), None if rows is None else np.array(rows, np.int64).reshape(-1, 2)
-    for _ in stage.fetch(spans):
-        pass
-    return open_folder(stage.folder, spans)
-
-
-def same_rows(found: Store, wanted: Store, first: int, end: int) -> None:
-    a, b = wanted.offsets[[first, end]]
-    for name, values in wanted.columns.items():
-        span = slice(a, b) if name.startswith("history:") else slice(first, end)
-        np.testing.assert_array_equal(found.columns[name][span], values[span], name)
-
-
-def room(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return build_store(tmp_path_factory.mktemp("elsewhere"))
 
 
 def test_a_store_in_memory_a_zip_or_a_folder_opens_as_the_one_that_was_prepared(store: Store, tmp_path: Path) -> None:
@@ -391,60 +342,6 @@ def test_staging_and_opening_leave_no_file_open(store: Store, tmp_path: Path) ->
         staged(store.path, tmp_path / str(number % 2), [(number * 10, 500)])
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before + 2
-
-
-class Ranges(http.server.BaseHTTPRequestHandler):
-    """A web server of one folder that answers ranges of bytes, or does not."""
-
-    folder: Path
-    answers_ranges = True
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _answer(self, *, body: bool) -> None:
-        path = self.folder / self.path.lstrip("/").replace("%25", "%")
-        if not path.is_file():
-            self.send_error(404)
-            return
-        content, asked = path.read_bytes(), self.headers.get("Range")
-        part = content
-        if asked and self.answers_ranges:
-            first, last = asked.removeprefix("bytes=").split("-")
-            part = content[int(first) : int(last) + 1]
-        self.send_response(206 if len(part) < len(content) else 200)
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        if body:
-            self.wfile.write(part)
-
-    def log_message(self, *told: Any) -> None:
-        """Says nothing."""
-
-
-@pytest.fixture
-def server(store: Store) -> Iterator[http.server.ThreadingHTTPServer]:
-    pytest.importorskip("aiohttp", reason="fsspec reads http with aiohttp, which is not installed here")
-    handler = type("Handler", (Ranges,), {"folder": store.path})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def test_a_web_server_is_read_by_ranges(server: http.server.ThreadingHTTPServer, store: Store, tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{server.server_port}"
-    some = staged(url, tmp_path / "cache", [(100, 200)])
-    same_rows(some, store, 100, 200)
-    same_rows(open_store(url, cache=tmp_path / "cache", verify=True), store, 0, NUM_ROWS)
-    server.RequestHandlerClass.answers_ranges = False  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"(?s)Ranges of bytes are not answered.*wanted: \d+ bytes"):
-        open_store(url, cache=tmp_path / "other")
 
 
 def test_a_turn_is_short_enough_for_the_ranks_that_wait() -> None:

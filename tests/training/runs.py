@@ -109,17 +109,37 @@ def cut(sections: dict[str, Any], world_size: int, is_time: Callable[[], bool], 
     return False
 
 
-def reaches(run_dir: Path, step: int, kind: str = "train", file: str = "metrics.jsonl") -> Callable[[], bool]:
-    """Returns a test whether the run, not the one it goes on from, has written the line of a step."""
-    path = run_dir / file
-    before = path.stat().st_ino if path.exists() else 0
+class Reaches:
+    """A test whether a run, not the one that it goes on from, has logged so much.
 
-    def has() -> bool:
+    Args:
+        run_dir: folder of the run.
+        amount: how much.
+        kind: of the lines that count.
+        unit: `step`, or `samples` trained in all.
+    """
+
+    def __init__(self, run_dir: Path, amount: float, kind: str = "train", unit: str = "step") -> None:
+        self.path, self.amount, self.kind, self.unit = run_dir / "metrics.jsonl", amount, kind, unit
+        self.before = self.path.stat().st_ino if self.path.exists() else 0
+        self.file = self.at = self.reached = 0
+
+    def __call__(self) -> bool:
+        """Reads what was written since the last call."""
         try:
-            if path.stat().st_ino == before:  # what a resume keeps is written anew
+            file = self.path.stat().st_ino
+            if file == self.before:  # what a resume keeps is written anew, to another file
                 return False
-            return any(line["kind"] == kind and line["step"] >= step for line in read_lines(path)[-3:])
-        except (OSError, ValueError):
+            if file != self.file:
+                self.file, self.at, self.reached = file, 0, 0
+            with self.path.open("rb") as lines:
+                lines.seek(self.at)
+                text = lines.read()
+        except OSError:
             return False
-
-    return has
+        whole = text[: text.rfind(b"\n") + 1]
+        self.at += len(whole)
+        for line in map(json.loads, whole.splitlines()):
+            if line["kind"] == self.kind:
+                self.reached = line["step"] if self.unit == "step" else self.reached + line["samples"]
+        return self.reached >= self.amount

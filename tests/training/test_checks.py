@@ -11,7 +11,8 @@ import pytest
 from distrag.config import read_config
 from distrag.data.write import write_store
 from distrag.training.checks import check_run_dir
-from distrag.training.plan import describe_plan, plan_run
+from distrag.training.plan import plan_run
+from distrag.training.plan_text import describe_plan
 
 
 @pytest.fixture(scope="module")

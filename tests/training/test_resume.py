@@ -22,7 +22,7 @@ from distrag.training.optim import build_optimizer
 from distrag.world import open_world, start_world
 from tests.embedding.test_tables import full_tables
 from tests.ranks import run_ranks
-from tests.training.runs import config, cut, faults_of, losses_of, reaches, read_lines, samples_of, write_histories
+from tests.training.runs import Reaches, config, cut, faults_of, losses_of, read_lines, samples_of, write_histories
 
 NUM_SAMPLES = 120
 
@@ -132,7 +132,7 @@ def test_a_refit_that_is_killed_twice_ends_as_if_it_had_not_been(store: Path, tm
     run_ranks(lambda: train(config(store, tmp_path / "whole", **keys)), 2)
     for step, resume in ((3, False), (7, True)):
         sections = config(store, tmp_path / "cut", train__resume=resume, **keys)
-        assert cut(sections, 2, reaches(tmp_path / "cut", step, "refit"), victim=int(resume))
+        assert cut(sections, 2, Reaches(tmp_path / "cut", step, "refit"), victim=int(resume))
     assert last_of(tmp_path / "cut")["phase"] == "refit"
     run_ranks(lambda: train(config(store, tmp_path / "cut", train__resume=True, **keys)), 2)
     same(tmp_path / "cut", tmp_path / "whole")

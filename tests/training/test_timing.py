@@ -22,7 +22,7 @@ from distrag.world import start_world
 from tests.ranks import run_ranks
 from tests.training.runs import config, read_lines, write_histories
 
-NAP_S = 0.03
+NAP_S = 0.1  # far above what a busy machine adds to a step of a few milliseconds
 
 
 class _Napping:
@@ -54,7 +54,7 @@ def test_the_rank_that_is_slow_is_named_and_the_one_that_waits_for_it_is_not(
     store: Path, tmp_path: Path, where: str, shard_rows: int
 ) -> None:
     def go() -> None:
-        keys = {"train__max_steps": 12, "train__log_every": 4, "train__log_samples": False, "tables__shard_rows": shard_rows}
+        keys = {"train__max_steps": 8, "train__log_every": 4, "batching__prefetch": 0, "tables__shard_rows": shard_rows}
         job = build_job(read_config(config(store, tmp_path / "run", **keys)), start_world("cpu"))
         if job.world.rank == 1:
             if where == "encoder":
@@ -69,13 +69,12 @@ def test_the_rank_that_is_slow_is_named_and_the_one_that_waits_for_it_is_not(
 
     run_ranks(go, 2)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"][1:]
-    assert [line["step"] for line in lines] == [4, 8, 12]
-    for line in lines[1:]:  # what a first step compiles is not of interest here
+    assert [line["step"] for line in lines] == [4, 8]
+    for line in lines[1:]:  # what the first steps compile is not of interest here
         assert line["slowest_rank"] == 1
         slow = line["rank_wait_s" if where == "collate" else "rank_step_s"]
-        # Half of the naps of a loader that reads ahead fall into the time of a step.
-        assert slow[1] > (0.3 if where == "collate" else 0.9) * NAP_S
-        assert slow[0] < slow[1] / 2
+        assert slow[1] > 0.9 * NAP_S
+        assert slow[0] < slow[1]
         assert line["rank_exchange_s"][0] > line["rank_exchange_s"][1], "the fast rank waits for the slow one"
         if where != "collate":
             assert line["measured_imbalance"] > 1.3
@@ -91,6 +90,7 @@ def test_one_rank_has_the_same_numbers(store: Path, tmp_path: Path) -> None:
             assert (line["rank_tokens"], line["rank_cost"], line["slowest_rank"]) == ([line["global_tokens"]], [1.0], 0)
             assert line["measured_imbalance"] == 1.0
             assert 0 < line["rank_step_s"][0] < 5
+            assert line["rank_exchange_s"] == [0.0], "there is nobody to wait for"
 
 
 def test_imbalance_is_what_the_slowest_rank_of_each_step_costs() -> None:
@@ -127,7 +127,7 @@ def test_a_watch_splits_a_step_where_the_rank_waits_for_nobody() -> None:
 
         def forward(self, scale: float) -> dict[str, torch.Tensor]:
             time.sleep(0.02)
-            return {"a": _Slow.apply(self.weight * scale), "b": torch.zeros(2)}
+            return {"a": self.weight * scale, "b": _Slow.apply(self.weight * scale), "c": torch.zeros(2)}
 
     tables = Lookup()
     watch = StepWatch(tables, torch.device("cpu"))
@@ -137,9 +137,9 @@ def test_a_watch_splits_a_step_where_the_rank_waits_for_nobody() -> None:
         watch.end(0.5)
     assert watch.take().shape == (64, 3), "the last steps of a long stretch"
     watch.begin()
-    vectors = tables(2.0)["a"]
+    vectors = tables(2.0)
     time.sleep(0.04)
-    vectors.sum().backward()
+    (vectors["a"] + vectors["b"]).sum().backward()
     watch.mark("backward")
     watch.end(0.5)
     own, exchange, wait = watch.take()[0].tolist()
