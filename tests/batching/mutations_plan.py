@@ -78,6 +78,9 @@ CAPS = (
     ),
     broken("samples of a rank", "one above the cap, packed", "deal.py", "if count[rank] == 0 or", "if count[rank] == -1 or"),
     broken("samples of a rank", "no cap unless one is given", "plan.py", "max_samples or max_tokens)", "max_samples or NO_CAP)"),
+    broken("tokens of a rank", "one above the cap, swapped", "polish.py", "more <= room[0] and", "more <= room[0] + 1 and"),
+    broken("tokens of a rank", "one above the cap, swapped back", "polish.py", "and -more <= room[1]", "and -more <= room[1] + 1"),
+    broken("samples of a rank", "one above the cap, swapped", "polish.py", "few < max_samples)", "few <= max_samples)"),
     broken("tokens of a global step", "one above the cap", "pool.py", "tokens > rules.step_tokens or", "tokens > rules.step_tokens + 1 or"),
     broken(
         "samples of a global step",
@@ -146,6 +149,19 @@ BALANCE = (
         "load[dealt[i]] += price(float(length), rules.cost)",
         "load[dealt[i]] += 1.0 * float(length)",
     ),
+    broken("ranks are even in cost", "nothing is swapped", "pool.py", "if W > 1 and worst > fine:", "if False:"),
+    broken(
+        "ranks are even in cost",
+        "swaps look at tokens alone",
+        "polish.py",
+        "share[1, i] = price(float(lengths[i]), cost)",
+        "share[1, i] = 1.0",
+    ),
+    broken("ranks are even in tokens", "swaps look at cost alone", "polish.py", "share[0, i] = float(lengths[i])", "share[0, i] = 1.0"),
+    broken("ranks are even in tokens", "only cost is judged", "pool.py", "if tokens.sum() > 0:", "if False:"),
+    broken(
+        "ranks that are packed are even", "nothing is swapped", "pool.py", "        _polish_all(lengths, rules, index, bounds, ranks)\n", ""
+    ),
     broken("ranks are even in cost", "never sample by sample", "pool.py", "not (fits and worst <= GOOD)", "not fits"),
     broken(
         "ranks are even in tokens",
@@ -161,6 +177,7 @@ BALANCE = (
         "pool.py",
         f"            {_DEAL}\n",
         f"            {_DEAL}\n        if s == len(bounds) - 2:\n            dealt = np.arange(len(own)) * W // len(own)\n",
+        ("if W > 1 and worst > fine:", "if W > 1 and worst > fine and s < len(bounds) - 2:"),
         ("not (fits and worst <= GOOD)", "not (fits and (worst <= GOOD or s == len(bounds) - 2))"),
     ),
     broken(
@@ -282,8 +299,8 @@ LENGTHS = (
         "lengths are read as they are",
         "int64 wraps",
         "plan.py",
-        "sizes = np.asarray(lengths)",
-        "sizes = np.asarray(lengths).astype(np.int32)",
+        "sizes = as_lengths(lengths)",
+        "sizes = as_lengths(lengths).astype(np.int32)",
     ),
     broken(
         "lengths are read as they are",

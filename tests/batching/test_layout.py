@@ -78,8 +78,8 @@ def one_pool(num_samples: int, num_steps: int) -> Layout:
 
 
 @settings(max_examples=MANY * 2)
-@given(SEEDS, st.booleans(), st.booleans())
-def test_a_pool_fits_under_the_least_cap_that_the_bound_promises(seed: int, whole: bool, few_samples: bool) -> None:
+@given(SEEDS, st.booleans(), st.sampled_from([None, -1, 0, 1]))
+def test_a_pool_fits_under_the_least_cap_that_the_bound_promises(seed: int, whole: bool, more: int | None) -> None:
     rng = np.random.default_rng(seed)
     lengths = draw_lengths(rng, KINDS[seed % len(KINDS)], int(rng.integers(5, 1200)), int(rng.choice([3, 200, 10**5, 2**33]))).astype(
         np.int64
@@ -92,7 +92,7 @@ def test_a_pool_fits_under_the_least_cap_that_the_bound_promises(seed: int, whol
     rows = math.ceil(math.ceil(n / bins) / steps)
 
     def need(cap: int) -> _Need:
-        samples = rows if few_samples else max(cap, 1)
+        samples = max(cap if more is None else rows + more, 1)
         if whole:
             return _Need(Rules(W, bucket, True, cap, samples, cap // W + most, -(-samples // W), cost), most, 0)
         return _Need(Rules(W, bucket, False, NO_CAP, NO_CAP, cap, samples, cost), most, 0)
@@ -106,6 +106,15 @@ def test_a_pool_fits_under_the_least_cap_that_the_bound_promises(seed: int, whol
         low, high = (low, middle) if _is_proven(lengths, pool, need(middle)) else (middle + 1, high)
     for state in (0, seed + 1):
         assert plan_pool(lengths, need(high).rules, steps, np.uint64(state), True)[3] == -1
+
+
+def test_nothing_is_promised_where_a_cap_of_samples_sends_short_ones_to_full_ranks() -> None:
+    # Alone, 110 tokens would do: longest first leaves 100 and 10 short ones on two ranks. But 100 samples a rank are 2,000 in all.
+    lengths = np.array([100] * 2 + [1] * 1998)
+    for samples, fits in ((110, True), (100, False)):
+        rules = Rules(1, 1, False, NO_CAP, NO_CAP, 110, samples, (1.0, 0.0, 0.0))
+        assert (plan_pool(lengths, rules, 20, np.uint64(0), True)[3] == -1) == fits
+        assert _is_proven(lengths, one_pool(2000, 20), _Need(rules, 100, 0)) == fits
 
 
 def test_bounds_prove_most_pools_of_real_shapes_and_plan_none_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
