@@ -39,7 +39,7 @@ def _replicated(optim: OptimConfig, tables: TablesConfig) -> _Make:
     if tables.replicated_optimizer == "adam":
         return lambda params: torch.optim.Adam(params, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     if tables.replicated_optimizer == "adagrad":
-        return lambda params: torch.optim.Adagrad(params, lr=optim.lr)
+        return lambda params: torch.optim.Adagrad(params, lr=optim.lr, eps=optim.eps)
     return lambda params: torch.optim.SGD(params, lr=optim.lr)
 
 
