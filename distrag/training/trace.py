@@ -1,4 +1,4 @@
-"""What some steps of training do, kept for a comparison: the loss of each, and the state after them, laid out where other processes read it."""
+"""What some steps of training come to, for a comparison: the loss of each, and the state after them, where other processes can read it."""
 
 from __future__ import annotations
 

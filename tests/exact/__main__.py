@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.exact.cases import EPS, FURTHER, STEPS, Case, build_store, matrix
-from tests.exact.harness import LIMIT, Apart, compare, refusal, run_cases, run_references
+from tests.exact.harness import LIMIT, compare, refusals, run_cases, run_references
 
 _AT_ONCE = 12  # cases of one fork
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _refused(case: Case, store: Path, worlds: list[int]) -> str:
-    return next(filter(None, (refusal(case, store, world) for world in worlds)), "")
+    return next(filter(None, refusals(case, store, worlds)), "")
 
 
 def _run(cases: list[Case], worlds: list[int], store: Path, folder: Path) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ RATES = {"sgd": 0.5, "adagrad": 0.01, "rowwise_adagrad": 0.05, "adam": 0.002}  #
 STEPS: dict[str, dict[str, Any]] = {"plain": {}}
 """Ways to run a step, as changes of the config; all of them have to come to the same."""
 EPS: dict[str, dict[str, Any]] = {"usual": {}, "large": {"tables__eps": 1e-4, "optim__eps": 1e-5}}
-"""What adaptive optimizers add to the root of their state: 1e-8, where a first gradient of that size is divided by itself, rounding and all;
-or so much that rounding stays what it is."""
+"""What adaptive optimizers add to the root of their state: 1e-8, where a first gradient of that size is divided by itself, rounding and
+all; or so much that rounding stays what it is."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def build_store(path: Path) -> Path:
 
 
 def config(case: Case, store: Path, run_dir: Path) -> dict[str, Any]:
-    """Returns the config of a case: a step holds about five histories, so that ranks are uneven, or two or three, so that some are empty."""
+    """Returns the config of a case: a step holds about five histories, so that ranks are uneven, or two, so that some are empty."""
     conversion, replicated = case.loss == "binary", case.sharding == "replicated"
     few = case.sharding in ("table_wise", "column_wise")
     dim = 48 if case.sharding == "column_wise" else 16  # 48 can be cut for 1, 2, 3 and 4 ranks

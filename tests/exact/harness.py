@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,11 +245,18 @@ def compare(run: Run, wanted: Run | Wanted) -> Apart:
     return Apart(loss, dense.largest, tables.largest, over, unexplained, dense.worse(tables).where)
 
 
-def refusal(case: Case, store: Path, world_size: int) -> str:
-    """Returns why a case is refused before anything starts; empty where it is not."""
-    try:
-        run = read_config(config(case, store, store))
-        check_job(run, open_store(store).schema, world_size, device="cpu", limit_bytes=None)
-    except ValueError as error:
-        return str(error)
-    return ""
+def refusals(case: Case, store: Path, world_sizes: Sequence[int]) -> list[str]:
+    """Returns for each number of ranks why a case is refused before anything starts; empty where it is not."""
+    schema = open_store(store).schema
+
+    def text(build: Callable[[], Any]) -> tuple[str, Any]:
+        try:
+            return "", build()
+        except ValueError as error:
+            return str(error), None
+
+    refused, run = text(lambda: read_config(config(case, store, store)))
+    return [
+        refused or text(lambda size=size: check_job(run, schema, size, device="cpu", limit_bytes=None))[0]  # type: ignore[misc]
+        for size in world_sizes
+    ]

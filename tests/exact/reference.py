@@ -259,10 +259,12 @@ class Model(nn.Module):
         for i, layer in enumerate(self.head):
             y = layer(y if i == 0 else F.relu(y))
         labels, weights = (torch.tensor([getattr(s, name) for s in step.samples], dtype=pooled.dtype) for name in ("label", "weight"))
-        return F.binary_cross_entropy_with_logits(y[:, 0], labels, weights, reduction="sum") / weights.sum()
+        return _mean(F.binary_cross_entropy_with_logits(y[:, 0], labels, reduction="none"), weights)
 
     def _next_items(self, step: Step) -> Tensor:
         samples = [s for s in step.samples if len(s.numbers)]
+        if not samples:
+            return torch.zeros((), requires_grad=True)
         lengths = torch.tensor([len(s.numbers) for s in samples])
         states = self._encode(self._inputs(samples), lengths, pool=False)
         s = torch.cat([states[b, :n] for b, n in enumerate(lengths.tolist())])
@@ -270,7 +272,7 @@ class Model(nn.Module):
         y = torch.cat([torch.cat([one.history[target][1:], torch.tensor([one.following])]) for one in samples])
         weights = torch.cat([torch.full((len(one.numbers),), one.weight, dtype=torch.float64) for one in samples]) * (y != 0)
         drawn = step.shared.expand(len(y), -1) if len(step.shared) else torch.cat([one.negatives for one in samples])
-        return (self._item_losses(s, y, drawn) * weights).sum() / weights.sum()
+        return _mean(self._item_losses(s, y, drawn), weights)
 
     def _item_losses(self, s: Tensor, y: Tensor, drawn: Tensor) -> Tensor:
         loss, target = self.plan.loss, self.plan.target
@@ -287,6 +289,11 @@ class Model(nn.Module):
             return first + (each * (drawn != y[:, None])).sum(1)
         scores = torch.cat([positive[:, None], negative.masked_fill(drawn == y[:, None], -math.inf)], 1) / loss["temperature"]
         return F.cross_entropy(scores, torch.zeros(len(y), dtype=torch.int64), reduction="none")
+
+
+def _mean(losses: Tensor, weights: Tensor) -> Tensor:
+    """Returns the weighted mean; 0 where nothing weighs."""
+    return (losses * weights).sum() / (weights.sum() if weights.any() else 1.0)
 
 
 def build_optimizers(plan: Plan, names: Weights) -> list[torch.optim.Optimizer]:
@@ -313,8 +320,8 @@ def build_optimizers(plan: Plan, names: Weights) -> list[torch.optim.Optimizer]:
 
 
 ROUNDING = 2.0**-20
-"""What float32 leaves uncertain of a gradient, as a share of the largest one of its row: sixteen units in the last place, for a sum of terms
-that nearly cancel, made of states that were rounded too."""
+"""What float32 leaves uncertain of a gradient, as a share of the largest one of its row: sixteen units in the last place, for a sum of
+terms that nearly cancel, made of states that were rounded too."""
 
 
 class Swayed:
