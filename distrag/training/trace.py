@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from distrag.parallel import Parallel
 from distrag.training.build import Job
 from distrag.training.fit import Fit, build_sampler
 from distrag.training.metrics import MetricsWriter
@@ -45,19 +45,19 @@ def train_steps(job: Job) -> list[float]:
     return fit.losses
 
 
-def save_state(parallel: Parallel, folder: Path, world: World) -> None:
+def save_state(model: nn.Module, folder: Path, world: World) -> None:
     """Writes all parameters and buffers of a model: sharded tables as one file each, which all ranks fill, the rest once for each rank.
 
     A collective: every rank calls it. The folder has to be on this machine.
 
     Args:
-        parallel: the sharded model.
+        model: a DistributedModelParallel, or the plain module.
         folder: an existing folder, the same for all ranks.
         world: the ranks.
     """
     own: dict[str, Array] = {}
     sharded: dict[str, Any] = {}
-    for name, value in parallel.model.state_dict().items():
+    for name, value in model.state_dict().items():
         plain_name = name.removeprefix("module.")
         if hasattr(value, "local_shards"):
             sharded[plain_name] = value

@@ -70,7 +70,7 @@ def _run_case(case: Case, store: Path, folder: Path) -> tuple[list[float], int, 
         samples.append(tuple(sorted(sampler.plan.step_samples(step).tolist())))
         idle += int((sampler.plan.rank_samples(step) == 0).sum())
     losses = train_steps(job)
-    save_state(job.parallel, folder, world)
+    save_state(job.parallel.model, folder, world)
     return losses, idle, tuple(samples)
 
 
