@@ -135,5 +135,5 @@ def test_an_encoder_that_other_processes_cannot_import_is_refused(store: Path, t
         pass
 
     monkeypatch.setitem(ENCODERS, "local", Local)
-    with pytest.raises(ValueError, match="(?s)Ranks cannot be given this encoder.*'local'.*top level of a module"):
+    with pytest.raises(ValueError, match=r"(?s)Ranks cannot be given this encoder.*'local'.*top level of a module"):
         verify(config(store, tmp_path / "run", encoder__name="local"), [1])
