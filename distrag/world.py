@@ -171,6 +171,11 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
     return World(rank, size, local_rank, local_size, chosen)
 
 
+def launched_size() -> int:
+    """Returns how many processes a launcher says it has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _check_launch(size: int) -> None:
     if size > 1 and "MASTER_ADDR" not in os.environ and not dist.is_initialized():
         todo = "start with torchrun, or unset WORLD_SIZE for a single process"

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from distrag.config.inexact import refuse_inexact
 from distrag.config.limits import check_config
 from distrag.config.sections import RunConfig
 from distrag.problem import problem
@@ -130,7 +131,7 @@ def _check_tree(tree: Mapping[str, Any], where: str) -> None:
 
 
 def check_keys(keys: Sequence[str], where: str) -> None:
-    """Refuses a key that does not exist, naming the nearest one that does.
+    """Refuses a key that does not exist, naming the nearest one that does, or why there is none.
 
     Raises:
         ValueError: for the first unknown key.
@@ -139,6 +140,7 @@ def check_keys(keys: Sequence[str], where: str) -> None:
     for key in keys:
         if key in known or key in sections or any(key.startswith(f"{free}.") for free in _FREE):
             continue
+        refuse_inexact(key, where)
         near = _nearest(key, [*known, *sections])
         wanted = f"did you mean {near!r}?" if near else f"a key of {sorted(sections)}"
         raise problem("An unknown config key", got=key, wanted=wanted, where=where, todo=f"correct the key; {_SEE_HELP}")
