@@ -178,7 +178,7 @@ def _build_probe(config: RunConfig, checked: Checked) -> _Probe:
     whole = checked.loss.needs_table and checked.inputs.num_items * dim * 4 <= _PROBE_BYTES
     specs = [TableSpec(s.name, s.num_rows if whole and s.name == target else min(s.num_rows, _PROBE_ROWS), s.keys) for s in checked.specs]
     tables = Tables(specs, checked.shardings, dim, init_std=0.02, seed=0)
-    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
+    autocast = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
     model = SequenceModel(config.model, checked.inputs, tables, checked.build_encoder(), checked.loss, autocast=autocast)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
