@@ -46,6 +46,19 @@ class Finding:
         return f"{shown} {self.name}{of} ({self.value})"
 
 
+@dataclass(frozen=True)
+class Report:
+    """What was bad in a step.
+
+    Attributes:
+        text: the first findings, in a line.
+        is_lasting: a parameter itself is bad, so that no later step can be better.
+    """
+
+    text: str
+    is_lasting: bool
+
+
 def find_bad(parallel: Parallel, batch: RaggedBatch, factor: float, micro_batches: int = 1) -> Finding | None:
     """Returns the first bad number of this rank's share, from running it once more; nothing is updated. A collective.
 
@@ -59,12 +72,12 @@ def find_bad(parallel: Parallel, batch: RaggedBatch, factor: float, micro_batche
     found += _in_parameters(parallel)
     found += _in_inputs(batch)
     boundary = parallel.plain.tables.boundary
-    boundary.holds = True
+    boundary.now.holds = True
     for parameter in parallel.dense.values():
         parameter.grad = None
     with _watched(parallel.plain, found):
         run_parts(parallel, batch, factor, None, micro_batches)
-    for key, (_, leaf) in boundary.held.items():
+    for key, (_, leaf) in boundary.now.held.items():
         if leaf.grad is not None:
             found += _in_key("backward", f"the vectors of {key!r}", leaf.grad, batch, key)
     boundary.drop()
@@ -136,8 +149,8 @@ def _watched(model: nn.Module, found: list[Finding]) -> Iterator[None]:
 
 def report_bad_step(
     parallel: Parallel, batch: RaggedBatch, factor: float, micro_batches: int, world: World, run_dir: Path, step: int
-) -> str:
-    """Finds out what was bad in a step, writes it and the batch into the run directory, and returns it in a line. A collective.
+) -> Report:
+    """Finds out what was bad in a step, writes it and the batch into the run directory, and returns it. A collective.
 
     `bad_steps/step-<n>.json` holds the findings of all ranks; `bad_steps/step-<n>-rank-<r>.pt` the batch of each rank that has one, or of
     all where none has. `distrag.batch.load_batch` reads it.
@@ -169,5 +182,6 @@ def report_bad_step(
 
     agreed(world, write)
     if not causes:
-        return "a number that is finite when the step is run once more"
-    return "; ".join(f"rank {rank}: {finding}" for rank, finding in causes[:3])
+        return Report("a number that is finite when the step is run once more", is_lasting=False)
+    text = "; ".join(f"rank {rank}: {finding}" for rank, finding in causes[:3])
+    return Report(text, is_lasting=any(finding.kind == "parameter" for _, finding in causes))

@@ -49,10 +49,21 @@ def dense_norms(parallel: Parallel) -> dict[str, float]:
     return {room: float(torch.nn.utils.get_total_norm(gradients)) for room, gradients in rooms.items()}
 
 
+def watched_keys(parallel: Parallel) -> list[str]:
+    """Returns the sharded keys whose gradients have a norm that does not depend on the number of ranks.
+
+    Negatives that all ranks share are looked up by each of them: only the sum of their gradients would have one.
+    """
+    plain = parallel.plain
+    shared = f"{plain.inputs.target}:negative" if plain.loss.negatives == "shared" else ""
+    return [key for key in plain.tables.sharded_keys if key != shared]
+
+
 def vector_squares(parallel: Parallel) -> torch.Tensor:
-    """Returns the squared norm of this rank's gradients of the vectors of each sharded key, in their order, float64 `[keys]`."""
-    held = parallel.plain.tables.boundary.held
-    squares = [leaf.grad.double().square().sum() if leaf.grad is not None else torch.zeros(()).double() for _, leaf in held.values()]
+    """Returns the squared norm of this rank's gradients of the vectors of each watched key, in their order, float64 `[keys]`."""
+    held = parallel.plain.tables.boundary.now.held
+    leaves = [held[key][1] for key in watched_keys(parallel)]
+    squares = [leaf.grad.double().square().sum() if leaf.grad is not None else torch.zeros(()).double() for leaf in leaves]
     return torch.stack(squares) if squares else torch.zeros(0, dtype=torch.float64)
 
 
@@ -97,7 +108,7 @@ def explain_explosion(parallel: Parallel, batch: RaggedBatch, world: World, time
 def _find_outlier(parallel: Parallel, batch: RaggedBatch) -> _Outlier:
     by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=batch.samples.device)
     inputs: Any = parallel.plain.inputs
-    for key, (_, leaf) in parallel.plain.tables.boundary.held.items():
+    for key, (_, leaf) in parallel.plain.tables.boundary.now.held.items():
         if leaf.grad is not None and (key in inputs.history_keys or key in inputs.context_keys):
             rows = torch.arange(batch.num_samples, device=by_sample.device).repeat_interleave(batch.ids[key].lengths())
             by_sample.index_add_(0, rows, leaf.grad.double().square().sum(1))

@@ -81,7 +81,7 @@ def train_step(
             they are clipped and used; those of the vectors are still multiplied by scale and world size.
     """
     boundary = parallel.plain.tables.boundary
-    boundary.holds, boundary.stop = guard is not None, stop
+    boundary.now.holds, boundary.now.stop = guard is not None, stop
     scale = guard.scale if guard is not None else 1.0
     optimizer.zero_grad()
     boundary.flags.grad = None
@@ -92,7 +92,7 @@ def train_step(
     gradients = [p.grad for p in parallel.dense.values() if p.grad is not None]
     norm = torch.zeros(())
     if guard is not None or clip_norm > 0 or want_norm:
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients)
     bad, stopped, squares, dense = _read(boundary.flags, norm) if guard is not None or want_norm else (0.0, 0.0, 0.0, 0.0)
     if guard is not None and not guard.admit(finite=bad == 0 and math.isfinite(dense)):
         boundary.drop()
@@ -140,6 +140,14 @@ def run_parts(
         total, counts = total + loss.detach(), counts + count.detach()
     tables.go_on()
     return total, counts
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """Returns the norm of all of them together, float32 `[]`; torch's `get_total_norm` sorts them by device first."""
+    if not gradients:
+        return torch.zeros(())
+    norms = torch._foreach_norm(gradients)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def cut_batch(parallel: Parallel, batch: RaggedBatch, num_parts: int) -> list[tuple[RaggedBatch, dict[str, slice]]]:

@@ -12,8 +12,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 from distrag.batch import RaggedBatch
 from distrag.problem import problem
 from distrag.training.build import Job
-from distrag.training.diagnose import FOLDER, MOST_REPORTS, report_bad_step
-from distrag.training.gradients import GradientWatch, dense_norms, explain_explosion, vector_squares
+from distrag.training.diagnose import FOLDER, MOST_REPORTS, Report, report_bad_step
+from distrag.training.gradients import GradientWatch, dense_norms, explain_explosion, vector_squares, watched_keys
 from distrag.training.guard import Guard
 from distrag.training.metrics import MetricsWriter
 from distrag.training.optim import Schedule
@@ -105,11 +105,11 @@ class Stepper:
         Args:
             squares: `squares()` of all ranks, summed.
         """
-        keys = self.job.parallel.plain.tables.sharded_keys
+        keys = watched_keys(self.job.parallel)
         return {**self._rooms, **{f"vectors {key}": float(square) ** 0.5 for key, square in zip(keys, squares.tolist(), strict=True)}}
 
     def squares(self) -> torch.Tensor:
-        """Returns this rank's squared norm of the gradients of the vectors of each sharded key, in the last logged step, float64."""
+        """Returns this rank's squared norm of the gradients of the vectors of each watched key, in the last logged step, float64."""
         return self._squares
 
     def _inspect(self, batch: RaggedBatch, dense: float, vectors: float, scale: float, longest: int, *, logs: bool) -> None:
@@ -123,23 +123,23 @@ class Stepper:
 
     def _skip(self, batch: RaggedBatch, step: int, scale: float) -> None:
         guard, world, config = self.guard, self.job.world, self.job.config
-        self._squares = torch.zeros(len(self.job.parallel.plain.tables.sharded_keys), dtype=torch.float64)
+        self._squares = torch.zeros(len(watched_keys(self.job.parallel)), dtype=torch.float64)
         self._rooms = {}
-        cause = f"not looked into; the first {MOST_REPORTS} are"
+        found = Report(f"not looked into; the first {MOST_REPORTS} are", is_lasting=False)
         if guard.num_skipped <= MOST_REPORTS:
             factor = scale * world.size / max(batch.global_count, 1e-30)
-            cause = report_bad_step(self.job.parallel, batch, factor, config.batching.micro_batches, world, self.run_dir, step)
-        values: dict[str, Any] = {"epoch": batch.epoch, "cause": cause, "num_skipped": guard.num_skipped, "loss_scale": guard.scale}
+            found = report_bad_step(self.job.parallel, batch, factor, config.batching.micro_batches, world, self.run_dir, step)
+        values: dict[str, Any] = {"epoch": batch.epoch, "cause": found.text, "num_skipped": guard.num_skipped, "loss_scale": guard.scale}
         self.writer.write("skipped", step, values)
         change = "" if guard.fixed else f"; loss scale {scale:g} -> {guard.scale:g}"
-        self.writer.say(f"step {step} skipped on all ranks, nothing was updated: {cause}{change}")
-        if guard.skipped_in_row >= config.train.max_bad_steps:
+        self.writer.say(f"step {step} skipped on all ranks, nothing was updated: {found.text}{change}")
+        if found.is_lasting or guard.skipped_in_row >= config.train.max_bad_steps:
             todo = (
                 f"look at the batches in {self.run_dir / FOLDER}; lower --optim.lr and --optim.table_lr, add --optim.warmup_steps or "
                 "--optim.clip_norm; raise --train.max_bad_steps to go on"
             )
             where = f"step {step}, epoch {batch.epoch}"
-            got = f"{guard.skipped_in_row} in a row were skipped; the last: {cause}"
+            got = f"{guard.skipped_in_row} in a row were skipped; the last: {found.text}"
             raise problem("Steps without finite numbers", got=got, wanted="a finite loss and gradient", where=where, todo=todo)
 
 
