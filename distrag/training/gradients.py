@@ -63,7 +63,7 @@ def vector_squares(parallel: Parallel) -> torch.Tensor:
     """Returns the squared norm of this rank's gradients of the vectors of each watched key, in their order, float64 `[keys]`."""
     held = parallel.plain.tables.boundary.now.held
     leaves = [held[key][1] for key in watched_keys(parallel)]
-    squares = [leaf.grad.double().square().sum() if leaf.grad is not None else torch.zeros(()).double() for leaf in leaves]
+    squares = [torch.zeros_like(leaf[0, :0]).double().sum() if leaf.grad is None else leaf.grad.double().square().sum() for leaf in leaves]
     return torch.stack(squares) if squares else torch.zeros(0, dtype=torch.float64)
 
 
