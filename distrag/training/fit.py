@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from distrag.problem import problem
 from distrag.training.build import Job
 from distrag.training.checks import check_length
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
+from distrag.training.interrupt import Interrupt
 from distrag.training.metrics import MetricsWriter, SampleLog
 from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.resume import describe_run, last_of, limits_of
@@ -44,6 +45,7 @@ class Fit:
             evaluates on valid, keeps the best and stops early.
         samples: where the samples of each step go, if anywhere.
         seconds: tells for how long the run has lasted.
+        interrupt: tells whether the run was asked to stop; None is never asked.
 
     Attributes:
         phase: `train`, or `refit`, which has nothing left to select on.
@@ -67,9 +69,11 @@ class Fit:
         refit_of: Fit | None = None,
         samples: SampleLog | None = None,
         seconds: Callable[[], float] = time.perf_counter,
+        interrupt: Interrupt | None = None,
     ) -> None:
         self.job, self.config, self.world = job, job.config, job.world
         self.sampler, self.writer, self.samples, self.seconds = sampler, writer, samples, seconds
+        self.interrupt = interrupt or Interrupt()
         self.selects = refit_of is None
         self.phase, kept = ("train", "best") if self.selects else ("refit", "refit")
         self.last, self.kept = last_of(run_dir), run_dir / "checkpoints" / kept
@@ -163,11 +167,33 @@ class Fit:
         every = self.config.train.save_every
         if every and self.step % every == 0:
             self._save()
+        if self._stop_agreed():
+            self.stop()
+        self.world.peers.where = f"{self.phase} step {self.step + 1}"
         if 0 < self.max_steps <= self.step:
             return True
         if self.config.train.eval_every and self._is_due():
             self._evaluate()
         return self._gave_up()
+
+    def _stop_agreed(self) -> bool:
+        """Returns whether any rank was asked to stop. A collective: every rank calls it."""
+        return self.interrupt.agreed(self.world) != 0
+
+    def stop(self, *, saves: bool = True) -> NoReturn:
+        """Saves what is not saved, and ends the run on all ranks; a resume goes on from here. A collective: every rank calls it.
+
+        Raises:
+            Stopped: always.
+        """
+        if saves:
+            self._save()
+        raise self.interrupt.leave(self.world, self.writer, self.phase, self.step, self.num_steps, self.epoch)
+
+    def pause(self, *, saves: bool = True) -> None:
+        """Ends the run where it is asked to stop, in an evaluation: a resume does that again. A collective: every rank calls it."""
+        if self._stop_agreed():
+            self.stop(saves=saves)
 
     def _is_due(self) -> bool:
         """Returns whether valid is to be evaluated at this step."""
@@ -213,8 +239,9 @@ class Fit:
         self.writer.show(self.step, "  ".join([f"loss {loss:.4f}  {values['tokens_per_s']:,.0f} tokens/s", times.remark()]).rstrip())
 
     def _evaluate(self) -> None:
+        self.world.peers.where = f"evaluation after {self.phase} step {self.step}"
+        valid = evaluate_view(self.job, "valid", self.pause)
         self.evaluated_at = self.step
-        valid = evaluate_view(self.job, "valid")
         self.writer.write("valid", self.step, {"epoch": int(self._epochs_done()), **valid})
         score = valid[self.metric]
         better = score is not None and (self.best is None or (score < self.best if self.metric in LOWER_IS_BETTER else score > self.best))
@@ -231,6 +258,7 @@ class Fit:
 
     def _save(self) -> None:
         """Saves this step as the last; where that has been done, only what was learned of it since."""
+        self.world.peers.where = f"saving {self.phase} step {self.step}"
         if self.saved_at == self.step:
             change_extra(self.last, self._state(), self.world)
         else:
