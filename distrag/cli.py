@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 COMMANDS = {
@@ -53,6 +54,27 @@ def main(argv: Sequence[str] | None = None) -> None:
             if said := getattr(end, "said", ""):
                 print(f"distrag {words[0]}: {said}", file=sys.stderr)
             raise
+
+
+def run() -> None:
+    """Is the process of the command line: does what `main` does, and leaves at once where it failed.
+
+    Taking torch down lasts seconds, in which the other ranks of a failed run would wait for this one.
+    """
+    try:
+        main()
+        return
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    if not code:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def _fail(words: Sequence[str], error: Exception) -> NoReturn:
