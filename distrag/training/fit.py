@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from distrag.checkpoint import change_extra, keep_checkpoint, load_checkpoint, s
 from distrag.training.build import Job
 from distrag.training.checks import check_length
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
+from distrag.training.interrupt import Interrupt
 from distrag.training.metrics import MetricsWriter, SampleLog, finite
 from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.resume import describe_run, last_of, limits_of
@@ -43,6 +44,7 @@ class Fit:
             evaluates on valid, keeps the best and stops early.
         samples: where the samples of each step go, if anywhere.
         seconds: tells for how long the run has lasted.
+        interrupt: tells whether the run was asked to stop; None is never asked.
 
     Attributes:
         phase: `train`, or `refit`, which has nothing left to select on.
@@ -66,9 +68,11 @@ class Fit:
         refit_of: Fit | None = None,
         samples: SampleLog | None = None,
         seconds: Callable[[], float] = time.perf_counter,
+        interrupt: Interrupt | None = None,
     ) -> None:
         self.job, self.config, self.world = job, job.config, job.world
         self.sampler, self.writer, self.samples, self.seconds = sampler, writer, samples, seconds
+        self.interrupt, self._stopped = interrupt or Interrupt(), False
         self.selects = refit_of is None
         self.phase, kept = ("train", "best") if self.selects else ("refit", "refit")
         self.last, self.kept = last_of(run_dir), run_dir / "checkpoints" / kept
@@ -143,7 +147,9 @@ class Fit:
         logs = (self.step + 1) % self.config.train.log_every == 0 or self.step == 0 or self.step + 1 == self.num_steps
         self.step, self.trained = self.step + 1, batch.step + 1
         longest = int(self.sampler.lengths[self.sampler.plan.step_samples(batch.step)].max(initial=0))
-        result = self.stepper.run(batch, self.step, logs=logs, longest=longest, waited_s=clock.waited_s, following=following)
+        asked = self.interrupt.signal != 0
+        result = self.stepper.run(batch, self.step, logs=logs, longest=longest, waited_s=clock.waited_s, following=following, stop=asked)
+        self._stopped = result.stop
         clock.count(batch)
         if self.samples is not None:
             self.samples.write(self.phase, self.step, self.epoch, [sample for sample in batch.samples.tolist() if sample >= 0])
@@ -155,11 +161,29 @@ class Fit:
         every = self.config.train.save_every
         if every and self.step % every == 0:
             self._save()
+        if self._stopped:
+            self.stop()
+        self.world.peers.where = f"{self.phase} step {self.step + 1}"
         if 0 < self.max_steps <= self.step:
             return True
         if self.config.train.eval_every and self._is_due():
             self._evaluate()
         return self._gave_up()
+
+    def stop(self, *, saves: bool = True) -> NoReturn:
+        """Saves what is not saved, and ends the run on all ranks; a resume goes on from here. A collective: every rank calls it.
+
+        Raises:
+            Stopped: always.
+        """
+        if saves:
+            self._save()
+        raise self.interrupt.leave(self.world, self.writer, self.phase, self.step, self.num_steps, self.epoch)
+
+    def pause(self, *, saves: bool = True) -> None:
+        """Ends the run where it is asked to stop, in an evaluation: a resume does that again. A collective: every rank calls it."""
+        if self.interrupt.agreed(self.world):
+            self.stop(saves=saves)
 
     def _is_due(self) -> bool:
         """Returns whether valid is to be evaluated at this step."""
@@ -211,8 +235,9 @@ class Fit:
         self.writer.show(self.step, "  ".join([f"loss {loss:.4f}  {values['tokens_per_s']:,.0f} tokens/s", times.remark()]).rstrip())
 
     def _evaluate(self) -> None:
+        self.world.peers.where = f"evaluation after {self.phase} step {self.step}"
+        valid = evaluate_view(self.job, "valid", self.pause)
         self.evaluated_at = self.step
-        valid = evaluate_view(self.job, "valid")
         self.writer.write("valid", self.step, {"epoch": int(self._epochs_done()), **valid})
         score = valid[self.metric]
         better = score is not None and (self.best is None or (score < self.best if self.metric in LOWER_IS_BETTER else score > self.best))
@@ -229,6 +254,7 @@ class Fit:
 
     def _save(self) -> None:
         """Saves this step as the last; where that has been done, only what was learned of it since."""
+        self.world.peers.where = f"saving {self.phase} step {self.step}"
         if self.saved_at == self.step:
             change_extra(self.last, self._state(), self.world)
         else:

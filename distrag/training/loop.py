@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import platform
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +25,10 @@ from distrag.training.contract import write_contract
 from distrag.training.cost import keep_cost
 from distrag.training.fit import Fit, build_sampler, count_steps
 from distrag.training.held_out import Metrics, evaluate_view
+from distrag.training.interrupt import Interrupt
 from distrag.training.metrics import MetricsWriter, SampleLog, finite
 from distrag.training.resume import check_state, drop_beyond, is_finished, read_state
-from distrag.world import agreed, open_world
+from distrag.world import World, agreed, open_world
 
 
 @dataclass(frozen=True)
@@ -62,21 +64,32 @@ def train(config: RunConfig | Mapping[str, Any] | Sequence[str]) -> RunResult:
     Args:
         config: a RunConfig, a nested mapping as in YAML, or command-line words.
 
+    A run that is asked to stop, by SIGTERM or Ctrl-C, saves its step first. Started again by the same torchrun or Slurm job, it goes on
+    from its last checkpoint without being told to.
+
     Raises:
         ValueError: anything a config, a store or a file can cause, before any rank waits for another.
+        RanksFailed: another rank failed or died.
+        Stopped: the run was asked to stop; a SystemExit of code 75, or 130 for Ctrl-C.
     """
     run = read_config(config)
-    with open_world(run.train.device, timeout_s=run.train.timeout_s) as world:
-        return run_job(build_job(run, world))
+    with Interrupt() as interrupt, open_world(run.train.device, timeout_s=run.train.timeout_s) as world:
+        interrupt.listen(world)
+        return run_job(build_job(run, world), interrupt)
 
 
-def run_job(job: Job) -> RunResult:
+def run_job(job: Job, interrupt: Interrupt | None = None) -> RunResult:
     """Trains a job, refits it where asked, tests it once and writes the result; with `train.resume`, from where its run was cut.
 
     A collective: every rank calls it.
+
+    Args:
+        job: from `build_job`.
+        interrupt: tells whether the run was asked to stop; None is never asked.
     """
     started, folder, world = time.perf_counter(), Path(job.config.train.run_dir), job.world
-    state = _find_state(job, folder) if job.config.train.resume else None
+    again = bool(world.broadcast_object(world.on_first(lambda: _is_second_start(folder, world))))
+    state = _find_state(job, folder) if again or job.config.train.resume else None
     if state is not None and is_finished(state, job.config):
         world.on_first(lambda: print(f"{folder}: this run is finished; its result stays", flush=True))
         return RunResult(**{f.name: state["result"][f.name] for f in dataclasses.fields(RunResult)} | {"run_dir": folder})
@@ -84,10 +97,17 @@ def run_job(job: Job) -> RunResult:
     sampler = build_sampler(job)
     count_steps(job, sampler)
     _check_targets(job)
-    note, held = world.on_first(lambda: _open(job, folder, state)) or ("", None)
+    note, held = world.on_first(lambda: _open(job, folder, state, again=again)) or ("", None)
+    world.peers.errors, world.peers.todo = folder / "errors", _TODO
     log = _open_log(job, folder)
+    if interrupt is not None:
+        interrupt.patient = True
+
+    def seconds() -> float:
+        return before_s + time.perf_counter() - started
+
     try:
-        fit = Fit(job, sampler, log.writer, folder, samples=log.samples, seconds=lambda: before_s + time.perf_counter() - started)
+        fit = Fit(job, sampler, log.writer, folder, samples=log.samples, seconds=seconds, interrupt=interrupt)
         result = _finish(fit, _train(fit, folder, state, note), folder)
         world.on_first(lambda: write_whole(folder / "result.json", json.dumps(_summary(job, result), indent=1) + "\n"))
     finally:
@@ -101,7 +121,8 @@ def _finish(fit: Fit, last: Fit, folder: Path) -> RunResult:
     """Tests the state that valid chose, or that was refitted, and returns what the run came to."""
     if last is fit:
         load_checkpoint(fit.kept, fit.job.parallel)
-    test = evaluate_view(last.job, "test")
+    last.job.world.peers.where = "the test"
+    test = evaluate_view(last.job, "test", lambda: last.pause(saves=False))
     fit.writer.write("test", last.step, test)
     fit.writer.say(f"test, from the best step {fit.best_step}: {_show(test)}")
     if test.get("num_seen_targets"):
@@ -178,7 +199,9 @@ def _tell(fit: Fit) -> None:
 def _refit(fit: Fit, folder: Path, state: dict[str, Any] | None) -> Fit:
     """Returns a fresh fit on train and valid together, for as many epochs as the best step took, under the same schedule."""
     job = build_job(fit.config, fit.world, fold_valid=True)
-    again = Fit(job, build_sampler(job), fit.writer, folder, refit_of=fit, samples=fit.samples, seconds=fit.seconds)
+    again = Fit(
+        job, build_sampler(job), fit.writer, folder, refit_of=fit, samples=fit.samples, seconds=fit.seconds, interrupt=fit.interrupt
+    )
     fit.writer.say(f"refit on train and valid together: {again.num_steps} steps")
     if state is not None:
         again.resume(state)
@@ -198,8 +221,14 @@ def _check_targets(job: Job) -> None:
     )
 
 
-def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[str, TextIO]:
-    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where, unless its `state` goes on.
+def _open(job: Job, folder: Path, state: dict[str, Any] | None, *, again: bool = False) -> tuple[str, TextIO]:
+    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where, unless it goes on.
+
+    Args:
+        job: the run.
+        folder: its folder.
+        state: from which the run in that folder goes on.
+        again: whether that run is this one, without a state too.
 
     Returns:
         The note, and the open lock that tells other runs that this one lives.
@@ -207,7 +236,7 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[str, Te
     check_run_dir(folder)
     _check_free(folder)
     note = ""
-    if state is None and (folder / "metrics.jsonl").exists():
+    if state is None and not again and (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         moved = folder.rename(folder.with_name(f"{folder.name}.{number}"))
         note = f"an earlier run was moved to {folder}.{number}"
@@ -216,14 +245,28 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[str, Te
         keep_cost(moved, folder)
     held = (folder / _LOCK).open("w")
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if state is not None:
-        drop_beyond(folder, state)
+    held.write("".join(f"{name}\n" for name in sorted(job.world.launch.names)))
+    held.flush()
+    shutil.rmtree(folder / "errors", ignore_errors=True)
+    if state is not None or again:
+        drop_beyond(folder, state or _NOTHING)
     write_whole(folder / "config.yaml", yaml.safe_dump(to_dict(job.config), sort_keys=False))
     write_contract(job.store, folder)
     return note, held
 
 
 _LOCK = "run.lock"
+_NOTHING = {"phase": "train", "step": 0, "evaluated_at": -1}
+_TODO = "  to do:  the run goes on from its last whole checkpoint with --resume, once the cause is mended"
+
+
+def _is_second_start(folder: Path, world: World) -> bool:
+    """Returns whether the torchrun or Slurm job that started these ranks has begun the run in this folder."""
+    try:
+        begun_by = set((folder / _LOCK).read_text().splitlines())
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(begun_by & world.launch.again)
 
 
 def _check_free(folder: Path) -> None:

@@ -151,8 +151,8 @@ def drop_beyond(run_dir: Path, state: Mapping[str, Any]) -> None:
     def keep(line: dict[str, Any]) -> bool:
         kind, step = line["kind"], line["step"]
         if state["phase"] == "refit":
-            return kind in ("train", "valid", "resume") or (kind == "refit" and step <= state["step"])
-        last = {"train": state["step"], "resume": state["step"], "valid": state["evaluated_at"]}
+            return kind in ("train", "valid", "resume", "stop") or (kind == "refit" and step <= state["step"])
+        last = {**dict.fromkeys(("train", "resume", "stop"), state["step"]), "valid": state["evaluated_at"]}
         return bool(step <= last.get(kind, -1))
 
     keep_lines(run_dir / "metrics.jsonl", keep)
