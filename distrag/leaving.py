@@ -6,8 +6,9 @@ import dataclasses
 import errno
 import json
 import re
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 
 from distrag.peers import Failure, Peers, Verdict, describe
 from distrag.problem import problem
@@ -45,11 +46,11 @@ def leaving_error(error: BaseException, peers: Peers) -> BaseException:
     if isinstance(error, Stopped) and error.together:
         peers.close()
         return error
-    own, kind = _own_error(error, peers.rank)
+    own, kind = _own_error(error, peers)
     code = own.code if isinstance(own, SystemExit) and isinstance(own.code, int) else CTRL_C if kind == "stopped" else 1
     said = getattr(own, "by", "") if kind == "stopped" else _describe_error(own, kind)
     if kind == "failed":
-        _write_down(peers, [Failure(peers.rank, peers.hosts[peers.rank], kind, said, peers.where, code)])
+        _write_down(peers, [Failure(peers.rank, peers.hosts[peers.rank], kind, said, peers.where, code, time.time())])
     verdict = peers.report(kind, said, code)
     if kind == "failed" or len(peers.hosts) == 1 or (kind == "stopped" and verdict[0].kind in ("stopped", "lost")):
         return own
@@ -61,23 +62,22 @@ def verdict_error(verdict: Verdict, peers: Peers) -> BaseException:
     """Returns the error of a rank that ends because of others; writes down those that could not do it themselves."""
     if verdict[0].kind == "stopped":
         return Stopped(verdict[0].code, verdict[0].error)
-    if verdict[0].kind in ("silent", "stuck"):
-        _write_down(peers, verdict)
+    _write_down(peers, verdict)
     return RanksFailed("\n".join(filter(None, [describe(verdict, len(peers.hosts)), peers.todo])))
 
 
-def _own_error(error: BaseException, rank: int) -> tuple[BaseException, str]:
+def _own_error(error: BaseException, peers: Peers) -> tuple[BaseException, str]:
     """Returns the error behind what was raised, and which kind of news it is."""
     failures = getattr(error, "failures", None)  # of a save or load that torch did on all ranks; each of them has everybody's errors
     if isinstance(failures, dict) and failures:
-        if rank not in failures:
+        if peers.rank not in failures:
             return error, "lost"
-        error = failures[rank][0]
+        error = failures[peers.rank][0]
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return error, "stopped"
     if any(_tells_of_another(each) for each in _chain(error)):
         return error, "lost"
-    return _as_problem(error), "failed"
+    return _as_problem(error, peers), "failed"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -99,16 +99,18 @@ def _tells_of_another(error: BaseException) -> bool:
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 
 
-def _as_problem(error: BaseException) -> BaseException:
+def _as_problem(error: BaseException, peers: Peers) -> BaseException:
     if isinstance(error, OSError) and error.errno in _DISK:
         todo = "free or unlock the disk, or choose another folder"
-        where = error.filename or "a file of the run"
+        where = error.filename or f"host {peers.hosts[peers.rank]}, {peers.where or 'at the start'}"
         return problem("A file cannot be read or written", got=error.strerror, wanted="a working, writable place", where=where, todo=todo)
     return error
 
 
 def _describe_error(error: BaseException, kind: str) -> str:
     text = str(error)
+    if isinstance(error, ValueError) and "\n  got:" in text:
+        return text
     return f"{type(error).__name__}: {text if kind == 'failed' else text.splitlines()[0] if text else ''}"
 
 
@@ -119,9 +121,13 @@ def _write_down(peers: Peers, failures: list[Failure] | Verdict) -> None:
     if peers.errors is None or (peers.rank not in culprits and peers.rank != others[0]):
         return
     for failure in failures:
+        path = peers.errors / f"rank-{failure.rank}.json"
+        part = path.with_name(f"{path.name}.part-{peers.rank}")
         try:
             peers.errors.mkdir(exist_ok=True)
-            path = Path(peers.errors / f"rank-{failure.rank}.json")
-            path.write_text(json.dumps({**dataclasses.asdict(failure), "size": len(peers.hosts)}, indent=1) + "\n", encoding="utf-8")
-        except OSError:  # the disk may be what failed
-            return
+            if not path.exists():  # who failed knows best
+                part.write_text(json.dumps({**dataclasses.asdict(failure), "size": len(peers.hosts)}, indent=1) + "\n", encoding="utf-8")
+                part.replace(path)
+        except OSError:  # the disk may be what failed; another rank has its own
+            with suppress(OSError):
+                part.unlink()

@@ -123,7 +123,7 @@ class Peers:
         peers = cls(rank, hosts, _call(rank, *told[0][1]))
         peers.watched = [number for number, reached in enumerate(exchange(peers._line is not None)) if reached]
         if hub is not None:
-            hub.watched = set(peers.watched)
+            hub.watched, hub.where = set(peers.watched), lambda: peers.where
         if peers._line is not None:
             threading.Thread(target=peers._listen, name="distrag-peers", daemon=True).start()
         return peers
@@ -149,7 +149,7 @@ class Peers:
 
     def outlive(self, verdict: Verdict, limit_s: float = 3.0) -> None:
         """Returns when the processes of the culprits have ended, so that whoever watches all processes sees theirs end first."""
-        culprits = {failure.rank for failure in verdict if failure.kind in ("failed", "silent")} - {self.rank}
+        culprits = {failure.rank for failure in verdict if failure.kind in ("failed", "silent", "stuck")} - {self.rank}
         if culprits and self._line is not None:
             with self._news:
                 self._news.wait_for(lambda: culprits <= self._gone, limit_s)
@@ -183,7 +183,8 @@ class Peers:
             if not self._leaving:
                 self.on_stuck(verdict)
 
-        timer = threading.Timer(GRACE_S, end)
+        hangs = any(failure.kind == "stuck" and failure.rank == self.rank for failure in verdict)
+        timer = threading.Timer(0.0 if hangs else GRACE_S, end)
         timer.daemon = True
         timer.start()
 
@@ -246,6 +247,7 @@ class _Hub(threading.Thread):
         self._selector.register(self._server, selectors.EVENT_READ)
         self.hosts: list[str] = []
         self.watched: set[int] = set()
+        self.where: Callable[[], str] = lambda: ""
         self._lines: dict[int, _Line] = {}
         self._news: list[Failure] = []
         self._done: set[int] = set()
@@ -302,8 +304,7 @@ class _Hub(threading.Thread):
             self._lines.pop(rank).socket.close()
             self._tell({"gone": rank})
             if rank not in self._done and all(news.rank != rank for news in self._news):
-                where = next((news.where for news in self._news if news.where), "")
-                self._hear_of(Failure(rank, self.hosts[rank], "silent", where=where, at=time.time()))
+                self._hear_of(Failure(rank, self.hosts[rank], "silent", where=self.where(), at=time.time()))
             return
         for message in messages:
             if "bye" in message:
@@ -320,7 +321,7 @@ class _Hub(threading.Thread):
         self._decided, self._decide_at = True, float("inf")
         kinds = [kind for kind in SETTLE_S if any(news.kind == kind for news in self._news)]
         chosen = [news for news in self._news if news.kind == kinds[0]]
-        if kinds[0] == "lost":
+        if kinds[0] == "lost" and any("imed out" in news.error for news in chosen):
             quiet = self.watched - self._done - {news.rank for news in chosen}
             where = chosen[0].where
             stuck = [Failure(rank, self.hosts[rank], "stuck", where=where, at=time.time()) for rank in sorted(quiet)]

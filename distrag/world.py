@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import datetime
-import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -306,7 +306,8 @@ def _meet(world: World) -> World:
         error = verdict_error(verdict, peers)
         print(f"distrag, rank {world.rank}: {error if isinstance(error, RanksFailed) else 'stopped'}", file=sys.stderr, flush=True)
         if any(failure.rank == world.rank for failure in verdict):
-            faulthandler.dump_traceback()  # it hangs: here
+            frames = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
+            print("it hangs here, the innermost call last:", *frames[-8:], sep="\n", file=sys.stderr, flush=True)
         tell_torchrun(error)
         os._exit(error.code if isinstance(error, Stopped) and isinstance(error.code, int) else 1)
 

@@ -107,6 +107,7 @@ class Fit:
     def run(self) -> None:
         """Trains to the last step, or until valid has not improved for `train.patience` evaluations."""
         self.writer.begin(self.phase, self.num_steps, self.step)
+        self.world.peers.where = f"{self.phase} step {self.step + 1}"
         if self.step and self._is_due() and self.evaluated_at != self.step:
             self._evaluate()  # the run was cut in this evaluation
         while not self._is_done():

@@ -98,7 +98,7 @@ def run_job(job: Job, interrupt: Interrupt | None = None) -> RunResult:
     count_steps(job, sampler)
     _check_targets(job)
     note, held = world.on_first(lambda: _open(job, folder, state, again=again)) or ("", None)
-    world.peers.errors, world.peers.todo = folder / "errors", _TODO
+    world.peers.errors, world.peers.todo, world.peers.where = folder / "errors", _TODO, "the start"
     log = _open_log(job, folder)
     if interrupt is not None:
         interrupt.patient = True
@@ -257,7 +257,7 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None, *, again: bool =
 
 _LOCK = "run.lock"
 _NOTHING = {"phase": "train", "step": 0, "evaluated_at": -1}
-_TODO = "  to do:  the run goes on from its last whole checkpoint with --resume, once the cause is mended"
+_TODO = "  then:   the same command with --resume goes on from the last whole checkpoint"
 
 
 def _is_second_start(folder: Path, world: World) -> bool:

@@ -7,10 +7,12 @@ saving, on 2 and 3 ranks, under torchrun and as plain processes. The exit code i
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -24,8 +26,7 @@ from typing import Any
 
 import yaml
 
-from distrag.cli import main as distrag
-from distrag.cli import run
+from distrag import cli
 from tests.training.runs import config, write_histories
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,29 +39,40 @@ class Death:
     """How one rank ends.
 
     Attributes:
-        moment: one of `MOMENTS`, or `loading`.
-        how: `kill` or `raise`.
-        victim: the rank.
+        moment: one of `MOMENTS`, or `loading`, or `start`.
+        how: `kill` (with signal 9), `term` or `int` (asked to stop by such a signal), `raise`, `hang`, or `full`: from then on its disk is.
+        victim: the rank; -1 for all.
         at: file that holds the time of it afterwards.
+        turn: when it comes to the moment for so many times.
     """
 
     moment: str
     how: str
     victim: int
     at: Path
+    turn: int = 3
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 
 
 def arrange(death: Death) -> None:
-    """Makes this process end at the third time that it comes to the moment, if it is the victim."""
-    if int(os.environ["RANK"]) != death.victim:
+    """Makes this process end at its turn, if it is the victim."""
+    if not death.moment or death.victim not in (-1, int(os.environ["RANK"])):
         return
     times = itertools.count(1)
 
     def act(*_: Any) -> None:
-        if next(times) == 3:
+        if next(times) == death.turn:
             death.at.write_text(str(time.time()))
-            if death.how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if death.how in _SIGNALS:
+                os.kill(os.getpid(), _SIGNALS[death.how])
+                return
+            while death.how == "hang":
+                time.sleep(1)
+            if death.how == "full":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # every file is full from here on
+                return
             raise ValueError("bad row 17")
 
     owner, name = _place(death.moment)
@@ -82,11 +94,13 @@ def _place(moment: str) -> tuple[Any, str]:
     import torch.distributed
     from torch.distributed.checkpoint import FileSystemWriter
 
+    import distrag.training.loop
     from distrag.batching.collate import Collate
     from distrag.evaluate import RankingEvaluator
     from distrag.model import SequenceModel
 
     return {
+        "start": (distrag.training.loop, "build_job"),
         "loading": (Collate, "__call__"),
         "forward": (SequenceModel, "forward"),
         "backward": (SequenceModel, "forward"),
@@ -116,7 +130,7 @@ class Outcome:
 def die_under_torchrun(folder: Path, death: Death, world_size: int) -> Outcome:
     """Runs the death under a real torchrun."""
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m", "tests.training.deaths", "--rank"]
-    words += [death.moment, death.how, str(death.victim), str(death.at), "train", "--config", str(folder / "config.yaml")]
+    words += [death.moment, death.how, str(death.victim), str(death.at), str(death.turn), "train", "--config", str(folder / "config.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -132,16 +146,19 @@ def die_as_processes(folder: Path, death: Death, world_size: int) -> Outcome:
 
     with socket.create_server(("localhost", 0)) as probe:
         port = probe.getsockname()[1]
-    processes = [
-        multiprocessing.get_context("fork").Process(target=_rank, args=(rank, world_size, port, folder, death))
-        for rank in range(world_size)
-    ]
+    pipes = [os.pipe() for _ in range(world_size)]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_rank, args=(rank, world_size, port, folder, death, pipes)) for rank in range(world_size)]
     for process in processes:
         process.start()
+    for _, end in pipes:
+        os.close(end)
     for process in processes:
         process.join()
-    ended = time.time()
-    said = [(folder / f"said-{rank}").read_text() for rank in range(world_size)]
+    ended, said = time.time(), []
+    for start, _ in pipes:
+        with open(start, encoding="utf-8") as text:
+            said.append(text.read())
     named = [int(rank) for text in said for rank in re.findall(_NAMES, text)]
     return Outcome(ended - _time_of(death), [process.exitcode or 0 for process in processes], named, said)
 
@@ -153,29 +170,33 @@ def _time_of(death: Death) -> float:
     return float(death.at.read_text()) if death.at.exists() else float("nan")
 
 
-def _rank(rank: int, world_size: int, port: int, folder: Path, death: Death) -> None:
-    said = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+def _rank(rank: int, world_size: int, port: int, folder: Path, death: Death, pipes: list[tuple[int, int]]) -> None:
+    os.dup2(pipes[rank][1], 1)
+    os.dup2(pipes[rank][1], 2)
+    for start, end in pipes:
+        os.close(start)
+        os.close(end)
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False)) for n in (1, 2))  # pytest has put its own there
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "localhost", **{name: str(value) for name, value in sizes.items()}})
     arrange(death)
-    distrag(["train", "--config", str(folder / "config.yaml")])
+    cli.main(["train", "--config", str(folder / "config.yaml")])
 
 
 LAUNCHERS: dict[str, Callable[[Path, Death, int], Outcome]] = {"torchrun": die_under_torchrun, "processes": die_as_processes}
 
 
-def die(folder: Path, moment: str, how: str, *, launcher: str, world_size: int, victim: int, **keys: Any) -> Outcome:
+def die(folder: Path, moment: str, how: str, *, launcher: str, world_size: int, victim: int, turn: int = 3, **keys: Any) -> Outcome:
     """Trains in `folder` until a rank dies.
 
     Args:
         folder: where store and run are written.
-        moment: when, one of `MOMENTS` or `loading`.
-        how: `kill` or `raise`.
+        moment: when, as in `Death`; '' for never.
+        how: as in `Death`.
         launcher: a key of `LAUNCHERS`.
         world_size: number of ranks.
-        victim: the rank that dies.
+        victim: the rank that dies; -1 for all.
+        turn: as in `Death`.
         **keys: changes of the config.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,16 +205,16 @@ def die(folder: Path, moment: str, how: str, *, launcher: str, world_size: int, 
         write_histories(store, 400)
     keys = {"train__save_every": 2, "train__eval_every": 3, **keys}
     (folder / "config.yaml").write_text(yaml.safe_dump(config(store, folder / "run", **keys)))
-    return LAUNCHERS[launcher](folder, Death(moment, how, victim, folder / "died"), world_size)
+    return LAUNCHERS[launcher](folder, Death(moment, how, victim, folder / "died", turn), world_size)
 
 
 def main() -> None:
     """Runs the command line."""
     if sys.argv[1:2] == ["--rank"]:
-        moment, how, victim, at, *words = sys.argv[2:]
-        arrange(Death(moment, how, int(victim), Path(at)))
+        moment, how, victim, at, turn, *words = sys.argv[2:]
+        arrange(Death(moment, how, int(victim), Path(at), int(turn)))
         sys.argv[1:] = words
-        run()
+        cli.run()
         return
     parser = argparse.ArgumentParser(prog="python -m tests.training.deaths", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--moments", nargs="+", choices=(*MOMENTS, "loading"), default=list(MOMENTS))
