@@ -31,11 +31,13 @@ class Parallel:
         model: the DistributedModelParallel; call it with a RaggedBatch.
         plain: the module inside it, for `predict` and `query`.
         dense: parameters of the dense part and of replicated tables, by name.
+        table_optimizer: name of the sharded tables' optimizer.
     """
 
     model: DistributedModelParallel
     plain: SequenceModel
     dense: dict[str, nn.Parameter]
+    table_optimizer: str
 
     def item_shards(self, table: str) -> list[tuple[int, int, torch.Tensor]]:
         """Returns this rank's pieces of a table: (first row, first column, float32 `[rows, columns]`)."""
@@ -76,7 +78,7 @@ def build_parallel(
         if world.size == 1 and direct:
             skip_exchange(dmp)
     dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
-    return Parallel(dmp, dmp.module, dense)
+    return Parallel(dmp, dmp.module, dense, tables.optimizer)
 
 
 def distribute(model: nn.Module, plan: ShardingPlan, device: torch.device) -> DistributedModelParallel:

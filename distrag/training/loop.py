@@ -7,7 +7,7 @@ import fcntl
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +24,10 @@ from distrag.training.contract import write_contract
 from distrag.training.cost import keep_cost
 from distrag.training.fit import Fit, build_sampler, count_steps
 from distrag.training.held_out import Metrics, evaluate_view
+from distrag.training.init import start_from
 from distrag.training.metrics import MetricsWriter, SampleLog, finite
-from distrag.training.resume import check_state, drop_beyond, is_finished, read_state
+from distrag.training.resume import build_checkpoints, drop_beyond, is_finished, read_losses
+from distrag.training.start import Start, find_start
 from distrag.world import agreed, open_world
 
 
@@ -76,7 +78,10 @@ def run_job(job: Job) -> RunResult:
     A collective: every rank calls it.
     """
     started, folder, world = time.perf_counter(), Path(job.config.train.run_dir), job.world
-    state = _find_state(job, folder) if job.config.train.resume else None
+    if job.config.train.resume:
+        world.on_first(lambda: _check_free(folder))
+    start = find_start(job, folder)
+    state = start.state
     if state is not None and is_finished(state, job.config):
         world.on_first(lambda: print(f"{folder}: this run is finished; its result stays", flush=True))
         return RunResult(**{f.name: state["result"][f.name] for f in dataclasses.fields(RunResult)} | {"run_dir": folder})
@@ -84,11 +89,15 @@ def run_job(job: Job) -> RunResult:
     sampler = build_sampler(job)
     count_steps(job, sampler)
     _check_targets(job)
-    note, held = world.on_first(lambda: _open(job, folder, state)) or ("", None)
+    if start.init is not None and state is None:
+        start.notes.append(start_from(job, start.init))
+    notes, held = world.on_first(lambda: _open(job, folder, state)) or ([], None)
+    start.notes.extend(notes)
     log = _open_log(job, folder)
     try:
-        fit = Fit(job, sampler, log.writer, folder, samples=log.samples, seconds=lambda: before_s + time.perf_counter() - started)
-        result = _finish(fit, _train(fit, folder, state, note), folder)
+        checkpoints = build_checkpoints(job.config, folder, world)
+        fit = Fit(job, sampler, log.writer, folder, samples=log.samples, seconds=_clock(started - before_s), checkpoints=checkpoints)
+        result = _finish(fit, _train(fit, folder, start), folder)
         world.on_first(lambda: write_whole(folder / "result.json", json.dumps(_summary(job, result), indent=1) + "\n"))
     finally:
         log.close()
@@ -97,10 +106,14 @@ def run_job(job: Job) -> RunResult:
     return result
 
 
+def _clock(started: float) -> Callable[[], float]:
+    return lambda: time.perf_counter() - started
+
+
 def _finish(fit: Fit, last: Fit, folder: Path) -> RunResult:
     """Tests the state that valid chose, or that was refitted, and returns what the run came to."""
     if last is fit:
-        load_checkpoint(fit.kept, fit.job.parallel)
+        load_checkpoint(fit.checkpoints.folder / fit.kept, fit.job.parallel, None, fit.world)
     test = evaluate_view(last.job, "test")
     fit.writer.write("test", last.step, test)
     fit.writer.say(f"test, from the best step {fit.best_step}: {_show(test)}")
@@ -135,39 +148,22 @@ def _open_log(job: Job, folder: Path) -> _Log:
     return agreed(job.world, build)
 
 
-def _find_state(job: Job, folder: Path) -> dict[str, Any] | None:
-    """Returns the state that the run in this folder goes on from; None, and a word, where it has saved none.
-
-    Raises:
-        ValueError: another run is at work there, or the state belongs to another store or config; the same on every rank.
-    """
-
-    def read() -> dict[str, Any] | None:
-        _check_free(folder)
-        found = read_state(folder)
-        if found is None:
-            print(f"{folder}: no whole checkpoint to resume from; the run starts at its first step", flush=True)
-        return found
-
-    state: dict[str, Any] | None = job.world.broadcast_object(job.world.on_first(read))
+def _train(fit: Fit, folder: Path, start: Start) -> Fit:
+    """Trains the fit, and the refit where asked, from where it starts; returns the last of them."""
+    state = start.state
+    of_refit = start if state is not None and state["phase"] == "refit" else None
     if state is not None:
-        agreed(job.world, lambda: check_state(state, job))
-    return state
-
-
-def _train(fit: Fit, folder: Path, state: dict[str, Any] | None, note: str) -> Fit:
-    """Trains the fit, and the refit where asked, from the start or from `state`; returns the last of them."""
-    of_refit = state if state is not None and state["phase"] == "refit" else None
-    if of_refit is not None:
-        fit.hold(of_refit["before"])
-    elif state is not None:
-        fit.resume(state)
-    _describe(fit, note)
+        fit.losses = fit.world.broadcast_object(fit.world.on_first(lambda: read_losses(folder, "train")))
+    if state is not None and of_refit is not None:
+        fit.hold(state["before"])
+    elif start.found is not None:
+        fit.resume(start.found)
+    _describe(fit, start.notes)
     if of_refit is None:
         if state is not None:
             _tell(fit)
         fit.run()
-    return _refit(fit, folder, of_refit) if fit.config.train.refit else fit
+    return _refit(fit, folder, start, of_refit) if fit.config.train.refit else fit
 
 
 def _tell(fit: Fit) -> None:
@@ -175,13 +171,17 @@ def _tell(fit: Fit) -> None:
     fit.writer.say(f"resumed ({fit.phase}) after step {fit.step} of {fit.num_steps}, in epoch {fit.epoch}")
 
 
-def _refit(fit: Fit, folder: Path, state: dict[str, Any] | None) -> Fit:
+def _refit(fit: Fit, folder: Path, start: Start, of_refit: Start | None) -> Fit:
     """Returns a fresh fit on train and valid together, for as many epochs as the best step took, under the same schedule."""
     job = build_job(fit.config, fit.world, fold_valid=True)
-    again = Fit(job, build_sampler(job), fit.writer, folder, refit_of=fit, samples=fit.samples, seconds=fit.seconds)
+    if start.init is not None:
+        fit.writer.say(start_from(job, start.init))
+    options: dict[str, Any] = {"samples": fit.samples, "seconds": fit.seconds, "checkpoints": fit.checkpoints}
+    again = Fit(job, build_sampler(job), fit.writer, folder, refit_of=fit, **options)
     fit.writer.say(f"refit on train and valid together: {again.num_steps} steps")
-    if state is not None:
-        again.resume(state)
+    if of_refit is not None and of_refit.found is not None:
+        again.losses = fit.world.broadcast_object(fit.world.on_first(lambda: read_losses(folder, "refit")))
+        again.resume(of_refit.found)
         _tell(again)
     again.run()
     return again
@@ -198,29 +198,29 @@ def _check_targets(job: Job) -> None:
     )
 
 
-def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[str, TextIO]:
-    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where, unless its `state` goes on.
+def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[list[str], TextIO]:
+    """Writes config and schema; an earlier run in that folder is moved aside, and a note says where, unless its `state` goes on.
 
     Returns:
-        The note, and the open lock that tells other runs that this one lives.
+        The notes, and the open lock that tells other runs that this one lives.
     """
     check_run_dir(folder)
     _check_free(folder)
-    note = ""
+    notes = []
     if state is None and (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         moved = folder.rename(folder.with_name(f"{folder.name}.{number}"))
-        note = f"an earlier run was moved to {folder}.{number}"
+        notes.append(f"an earlier run was moved to {folder}.{number}")
     folder.mkdir(parents=True, exist_ok=True)
-    if note:
+    if notes:
         keep_cost(moved, folder)
     held = (folder / _LOCK).open("w")
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if state is not None:
-        drop_beyond(folder, state)
+        notes += drop_beyond(folder, state)
     write_whole(folder / "config.yaml", yaml.safe_dump(to_dict(job.config), sort_keys=False))
     write_contract(job.store, folder)
-    return note, held
+    return notes, held
 
 
 _LOCK = "run.lock"
@@ -240,9 +240,9 @@ def _check_free(folder: Path) -> None:
             ) from None
 
 
-def _describe(fit: Fit, note: str) -> None:
+def _describe(fit: Fit, notes: Sequence[str]) -> None:
     job, plan, say = fit.job, fit.sampler.plan, fit.writer.say
-    if note:
+    for note in notes:
         say(note)
     sizes = ", ".join(f"{name} {len(view):,}" for name, view in job.views.items())
     say(f"{job.world.size} rank(s) on {job.world.device.type}; samples: {sizes}; cut to max_len: {job.views['train'].num_cut:,} events")
