@@ -49,7 +49,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     files = {name: {"bytes": mark.bytes, "sha256": mark.sha256} for name, mark in sorted(manifest.files.items())}
     body = {"format": FORMAT, "files": files, "lookups": manifest.lookups, "state": dict(manifest.state)}
     body = json.loads(json.dumps(body))  # as it will be read: keys are text
-    write_whole(folder / MANIFEST, json.dumps({**body, "sha256": _hash(body)}, indent=1) + "\n")
+    write_whole(folder / MANIFEST, json.dumps({**body, "sha256": _hash(body)}, indent=1))
 
 
 def _hash(body: Any) -> str:

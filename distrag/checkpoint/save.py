@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from distrag.checkpoint.folders import keep_as, prune, swap
 from distrag.checkpoint.manifest import Manifest, Mark, read_manifest, write_manifest
 from distrag.checkpoint.pieces import Piece, count_lookups, read_model, read_random, read_states, share
 from distrag.checkpoint.tensors import METADATA, write_metadata, write_pieces
-from distrag.checkpoint.turns import take_turns
 from distrag.parallel import Parallel
 from distrag.problem import problem
 from distrag.world import World
+
+_TURN_S = 5.0
+"""A rank that waits for a save tells the others as often that it lives; far below any `train.timeout_s`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Checkpoints:
         if self.background:
             pieces = [dataclasses.replace(piece, tensor=self._copy(piece)) for piece in pieces]
         self._count += 1
+        self._stop = threading.Event()
         self.newest = self.folder / name
         part = self.folder / f"{name}.part-{self._name}-{self._count}"
         save = _Save(self.newest, part, pieces, dict(state), count_lookups(parallel), kept)
@@ -135,7 +138,14 @@ class Checkpoints:
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
-        take_turns(self.world, _until_done(thread))
+        alive, seconds = True, 0.1
+        while alive:
+            thread.join(seconds)
+            seconds = min(2 * seconds, _TURN_S)
+            told = self.world.all_gather_object((thread.is_alive(), self._error is not None))
+            alive, failed = (any(column) for column in zip(*told, strict=True))
+            if failed:
+                self._stop.set()  # the first rank may wait for a note that never comes
         error, self._error = self._error, None
         self.world.agree(error)
 
@@ -186,12 +196,6 @@ class Checkpoints:
             keep_as(save.path, self.folder / save.kept)
         if self.keep:
             prune(self.folder, save.path, self.keep)
-
-
-def _until_done(thread: threading.Thread) -> Iterator[None]:
-    while thread.is_alive():
-        thread.join(0.5)
-        yield
 
 
 def _as_problem(error: Exception, where: Path) -> Exception:

@@ -194,7 +194,7 @@ def check_tensors(found: Found, state: Mapping[str, Any], job: Job) -> list[str]
     optimizer = build_optimizer(job.parallel, job.config.optim, job.config.tables)
     fits = match_checkpoint(found, job.parallel, optimizer, job.world, "resume with the config as it was, or start another run")
     size, now = job.world.size, describe_tables(job.placements, job.config.tables)
-    ranks = [f"saved on {state['world'][0]} rank(s), goes on on {size}"] if state["world"][0] != size else []
+    ranks = [f"saved by {state['world'][0]} rank(s), goes on with {size}"] if state["world"][0] != size else []
     lines = (_describe_change(name, state["tables"].get(name), now[name], fits) for name in sorted(now))
     return [*ranks, *filter(None, lines)]
 
