@@ -145,6 +145,7 @@ BENCHES = {
     "": "whole training steps against the padded way of working",
     "plan-balance": "how even planned steps are over the ranks, beside a random deal and balancing after loading",
     "plan-speed": "seconds and memory of planning an epoch, beside other samplers",
+    "safety": "what the checks of a training step cost",
     "ranks": "under torchrun: the ranks' measured imbalance, by the plan and by a plain DistributedSampler",
 }
 
@@ -158,6 +159,8 @@ def _bench(words: list[str]) -> None:
         from distrag.bench.speed import bench
     elif which == "ranks":
         from distrag.bench.ranks import bench
+    elif which == "safety":
+        from distrag.bench.safety import bench
     else:
         from distrag.bench.command import bench
 

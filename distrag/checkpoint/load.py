@@ -10,7 +10,7 @@ import torch
 from distrag.checkpoint.find import Found, find_checkpoint
 from distrag.checkpoint.manifest import Damage
 from distrag.checkpoint.match import Match, check_match, match
-from distrag.checkpoint.pieces import Piece, begin_states, read_model, read_random, read_states, set_lookups, set_random
+from distrag.checkpoint.pieces import Piece, begin_states, read_model, read_random, read_states, set_random
 from distrag.checkpoint.tensors import read_metadata, read_pieces, sizes_of
 from distrag.checkpoint.turns import take_turns
 from distrag.parallel import Parallel
@@ -80,8 +80,6 @@ def load_checkpoint(
     pieces = [*read_model(parallel), *(read_states(parallel, optimizer) if optimizer is not None else ())]
     random = list(read_random(world)) if generators else []
     take_turns(world, _fill(found, metadata, [piece for piece in pieces if piece.name in fits.names] + random))
-    if optimizer is not None:
-        set_lookups(parallel, found.manifest.lookups)
     set_random(random, world)
     return dict(found.state)
 

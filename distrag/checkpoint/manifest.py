@@ -36,18 +36,16 @@ class Manifest:
     Attributes:
         files: each file beside the manifest.
         state: small JSON-able values of the run.
-        lookups: how often tables had been looked up.
     """
 
     files: Mapping[str, Mark]
     state: Mapping[str, Any] = field(default_factory=dict)
-    lookups: int = 0
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest, which makes a folder a checkpoint; a former one is replaced whole."""
     files = {name: {"bytes": mark.bytes, "sha256": mark.sha256} for name, mark in sorted(manifest.files.items())}
-    body = {"format": FORMAT, "files": files, "lookups": manifest.lookups, "state": dict(manifest.state)}
+    body = {"format": FORMAT, "files": files, "state": dict(manifest.state)}
     body = json.loads(json.dumps(body))  # as it will be read: keys are text
     write_whole(folder / MANIFEST, json.dumps({**body, "sha256": _hash(body)}, indent=1))
 
@@ -78,12 +76,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _build(body: dict[str, Any]) -> Manifest:
-    files, state, lookups = (body.get(key) for key in ("files", "state", "lookups"))
-    good = isinstance(files, dict) and isinstance(state, dict) and type(lookups) is int
-    if not good or not all(_is_mark(name, mark) for name, mark in files.items()):  # type: ignore[union-attr]
+    files, state = body.get("files"), body.get("state")
+    if not isinstance(files, dict) or not isinstance(state, dict) or not all(_is_mark(name, mark) for name, mark in files.items()):
         raise Damage(f"{MANIFEST} holds other values than a manifest has")
-    marks = {name: Mark(mark["bytes"], mark["sha256"]) for name, mark in files.items()}  # type: ignore[union-attr]
-    return Manifest(marks, state or {}, lookups or 0)
+    return Manifest({name: Mark(mark["bytes"], mark["sha256"]) for name, mark in files.items()}, state)
 
 
 def _is_mark(name: str, mark: Any) -> bool:

@@ -164,21 +164,3 @@ def set_random(pieces: list[Piece], world: World) -> None:
             torch.set_rng_state(piece.tensor)
         else:
             torch.cuda.set_rng_state(piece.tensor, world.device)
-
-
-def _table_groups(parallel: Parallel) -> list[Any]:
-    """Returns FBGEMM's groups of sharded tables, which TorchRec keeps out of sight of `modules()`."""
-    lookups = [lookup for module in parallel.model.modules() for lookup in getattr(module, "_lookups", [])]
-    return [module for lookup in lookups for module in lookup.modules() if hasattr(module, "iter_cpu")]
-
-
-def count_lookups(parallel: Parallel) -> int:
-    """Returns how often this rank's tables were looked up: fused Adam corrects its moments by it, and no state dict has it."""
-    return max((int(group.iter_cpu) for group in _table_groups(parallel)), default=0)
-
-
-def set_lookups(parallel: Parallel, count: int) -> None:
-    """Sets what `count_lookups` counts."""
-    for group in _table_groups(parallel):
-        group.iter_cpu.fill_(count)
-        group.iter.fill_(count)

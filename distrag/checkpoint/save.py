@@ -16,7 +16,7 @@ from distrag.checkpoint.board import Board, Stopped
 from distrag.checkpoint.files import copy_whole, hash_now
 from distrag.checkpoint.folders import keep_as, prune, swap
 from distrag.checkpoint.manifest import Manifest, Mark, read_manifest, write_manifest
-from distrag.checkpoint.pieces import Piece, count_lookups, read_model, read_random, read_states, share
+from distrag.checkpoint.pieces import Piece, read_model, read_random, read_states, share
 from distrag.checkpoint.tensors import METADATA, write_metadata, write_pieces
 from distrag.parallel import Parallel
 from distrag.problem import problem
@@ -34,7 +34,6 @@ class _Save:
     part: Path
     pieces: list[Piece]
     state: dict[str, Any]
-    lookups: int
     kept: str
 
 
@@ -86,7 +85,7 @@ class Checkpoints:
         self._stop = threading.Event()
         self.newest = self.folder / name
         part = self.folder / f"{name}.part-{self._name}-{self._count}"
-        save = _Save(self.newest, part, pieces, dict(state), count_lookups(parallel), kept)
+        save = _Save(self.newest, part, pieces, dict(state), kept)
         self._thread = threading.Thread(target=self._write, args=(save,), name=f"save {name}", daemon=True)
         self._thread.start()
         if not self.background:
@@ -176,7 +175,7 @@ class Checkpoints:
         except Exception as error:
             self._error = _as_problem(error, save.part)
             return {"error": str(error)}
-        return {"written": written, "marks": marks, "lookups": save.lookups}
+        return {"written": written, "marks": marks}
 
     def _publish(self, save: _Save, notes: list[dict[str, Any]]) -> None:
         """Makes a whole checkpoint of what all ranks wrote, and puts it in its place."""
@@ -190,7 +189,7 @@ class Checkpoints:
                 copy_whole(file, save.part / file.name)
         for name in (METADATA, *(file.name for file in self.contract if file.is_file())):
             marks[name] = Mark((save.part / name).stat().st_size, hash_now(save.part / name))
-        write_manifest(save.part, Manifest(marks, save.state, max(note["lookups"] for note in notes)))
+        write_manifest(save.part, Manifest(marks, save.state))
         swap(save.part, save.path)
         if save.kept:
             keep_as(save.path, self.folder / save.kept)

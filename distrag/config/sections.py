@@ -66,7 +66,10 @@ class TrainConfig:
         patience: evaluations without improvement before training stops; 0 never stops early.
         refit: once valid has chosen the best step, train afresh for as many epochs on train and valid together, then test.
         seed: of everything random.
-        precision: fp32 or bf16 (dense part under autocast; tables and loss stay float32).
+        precision: fp32, bf16 or fp16 (dense part under autocast; tables and loss stay float32).
+        loss_scale: first scale of the loss under fp16; it halves when a step overflows and doubles after 2000 good ones.
+        max_bad_steps: steps in a row that may be skipped because of a NaN or infinity, before the run stops.
+        pipeline: exchange the ids of the next batch while this one computes (several ranks).
         device: auto, cpu or cuda.
         timeout_s: how long a collective may wait for another rank, in seconds.
         tensorboard: write TensorBoard events.
@@ -89,6 +92,9 @@ class TrainConfig:
     refit: bool = False
     seed: int = 0
     precision: str = "fp32"
+    loss_scale: float = 65536.0
+    max_bad_steps: int = 20
+    pipeline: bool = False
     device: str = "auto"
     timeout_s: float = 300.0
     tensorboard: bool = True

@@ -97,7 +97,7 @@ def _prepare(config: RunConfig, store: Store, world: World, limit_bytes: int, fo
     tables = Tables(checked.specs, checked.shardings, config.model.dim, init_std=config.tables.init_std, seed=config.train.seed)
     torch.manual_seed(config.train.seed)  # the dense part starts equal on all ranks
     encoder = checked.build_encoder()
-    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
+    autocast = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
     model = SequenceModel(config.model, checked.inputs, tables, encoder, loss, seed=config.train.seed, autocast=autocast)
     collate = Collate(
         store,

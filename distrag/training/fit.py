@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,15 +15,15 @@ from distrag.batching.loader import Loader, padding_share
 from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.checkpoint import Checkpoints, Found, load_checkpoint, step_name
-from distrag.problem import problem
 from distrag.training.build import Job
 from distrag.training.checks import check_length
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
-from distrag.training.metrics import MetricsWriter, SampleLog
+from distrag.training.metrics import MetricsWriter, SampleLog, finite
 from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.resume import build_checkpoints, describe_run, describe_tables, is_kept, limits_of
-from distrag.training.step import StepResult, check_count, train_step
-from distrag.training.timing import Clock, RankTimes, StepWatch, Tally, by_rank
+from distrag.training.step import StepResult
+from distrag.training.stepper import Stepper, with_following
+from distrag.training.timing import Clock, RankTimes, Tally, by_rank
 from distrag.world import agreed
 
 LOWER_IS_BETTER = ("log_loss", "ne")
@@ -91,7 +90,8 @@ class Fit:
             schedule_steps = round(self.total_epochs * self.epoch_steps * self._stretch)
         self.optimizer = build_optimizer(job.parallel, self.config.optim, self.config.tables)
         self.schedule = Schedule(self.optimizer, self.config.optim, schedule_steps)
-        self.watch = StepWatch(job.parallel.plain.tables if self.world.size > 1 else None, self.world.device)
+        self.stepper = Stepper(job, self.optimizer, self.schedule, writer, run_dir)
+        self.guard = self.stepper.guard
         self.tally = Tally()
         self.metric = choose_metric(job)
         self.step = self.epoch = self.num_epochs = self.misses = 0
@@ -126,7 +126,7 @@ class Fit:
         if not self.selects:
             self.checkpoints.keep_newest(self.kept)
         self.checkpoints.wait()
-        self.watch.close()
+        self.stepper.watch.close()
         if self.tally.line():
             self.writer.say(self.tally.line())
 
@@ -139,8 +139,9 @@ class Fit:
         loader = Loader(self.job.collate, train, self.sampler, device=self.world.device, prefetch=self.job.prefetch)
         self.job.parallel.model.train()
         clock = Clock(loader, self.world.device)
-        for batch in loader:
-            self._run_step(batch, clock)
+        # Ids that are exchanged ahead are those of the next step: with one rank there is nobody to exchange them with.
+        for batch, following in with_following(loader, ahead=self.config.train.pipeline and self.world.size > 1):
+            self._run_step(batch, following, clock)
             with clock.paused():
                 if self._after_step():
                     break
@@ -151,26 +152,17 @@ class Fit:
             if self.selects and not self.config.train.eval_every:
                 self._evaluate()
 
-    def _run_step(self, batch: RaggedBatch, clock: Clock) -> None:
-        config, world = self.config, self.world
-        factor = self.schedule.set(self.step)
-        logs = (self.step + 1) % config.train.log_every == 0 or self.step == 0 or self.step + 1 == self.num_steps
-        if config.debug:
-            batch.check(self.job.collate.table_rows)
-        self.watch.begin()
-        result = train_step(
-            self.job.parallel, self.optimizer, batch, world, clip_norm=config.optim.clip_norm, want_norm=logs, watch=self.watch
-        )
-        self.watch.end(clock.waited_s())
-        if config.debug:
-            check_count(batch, result.count, world)
+    def _run_step(self, batch: RaggedBatch, following: RaggedBatch | None, clock: Clock) -> None:
+        logs = (self.step + 1) % self.config.train.log_every == 0 or self.step == 0 or self.step + 1 == self.num_steps
         self.step, self.trained = self.step + 1, batch.step + 1
+        longest = int(self.sampler.lengths[self.sampler.plan.step_samples(batch.step)].max(initial=0))
+        result = self.stepper.run(batch, self.step, logs=logs, longest=longest, waited_s=clock.waited_s, following=following)
         clock.count(batch)
         if self.samples is not None:
             self.samples.write(self.phase, self.step, self.epoch, [sample for sample in batch.samples.tolist() if sample >= 0])
-            self.lines["samples"] += world.size
+            self.lines["samples"] += self.world.size
         if logs:
-            self._log(batch, result, factor, clock)
+            self._log(batch, result, clock)
 
     def _after_step(self) -> bool:
         """Saves and evaluates where it is time to; returns whether the fit is over."""
@@ -191,19 +183,22 @@ class Fit:
     def _is_between(self) -> bool:
         return self.trained == 0 or self.trained >= self.sampler.plan.num_steps
 
-    def _log(self, batch: RaggedBatch, result: StepResult, factor: float, clock: Clock) -> None:
-        # One small exchange: everybody's loss, and the times of the steps since the line before.
-        times = self.watch.take().to(self.world.device)
-        everyone = torch.stack(self.world.all_gather(torch.cat([result.loss_sum.double().view(1), times.view(-1)])))
+    def _log(self, batch: RaggedBatch, result: StepResult, clock: Clock) -> None:
+        # One small exchange: everybody's loss and norms, and the times of the steps since the line before.
+        device, squares = self.world.device, self.stepper.squares().to(self.world.device)
+        own = torch.cat([result.loss_sum.double().view(1), squares, self.stepper.watch.take().to(device).view(-1)])
+        everyone = torch.stack(self.world.all_gather(own))
         loss = float(everyone[:, 0].sum()) / max(batch.global_count, 1e-12)
-        _check_loss(loss, self.step, self.epoch)
-        self.losses.append(loss)
+        if not result.skipped:
+            self.losses.append(loss)
         if self.world.rank == 0:
-            self._write(batch, loss, float(result.grad_norm), factor, clock, RankTimes.of(everyone[:, 1:].view(self.world.size, -1, 3)))
+            norms = self.stepper.norms(everyone[:, 1 : 1 + len(squares)].sum(0))
+            times = RankTimes.of(everyone[:, 1 + len(squares) :].view(self.world.size, -1, 3))
+            self._write(batch, loss, result.grad_norm, norms, clock, times)
         clock.restart()
 
-    def _write(self, batch: RaggedBatch, loss: float, grad_norm: float, factor: float, clock: Clock, times: RankTimes) -> None:
-        plan = self.sampler.plan
+    def _write(self, batch: RaggedBatch, loss: float, grad_norm: float, norms: dict[str, float], clock: Clock, times: RankTimes) -> None:
+        plan, factor = self.sampler.plan, self.stepper.factor
         lengths, costs = self.sampler.lengths[plan.step_samples(batch.step)], plan.rank_costs(batch.step)
         values: dict[str, Any] = {
             "epoch": self.epoch,
@@ -216,6 +211,9 @@ class Fit:
             "num_cut": self.num_cut,
             "data_wait_share": clock.wait_share(),
             "grad_norm": grad_norm,
+            "grad_norms": {room: finite(norm) for room, norm in norms.items()},
+            "num_skipped": self.guard.num_skipped,
+            "loss_scale": self.guard.scale,
             "lr": self.config.optim.lr * factor,
             "table_lr": self.config.optim.table_lr * factor,
             "rank_tokens": by_rank(plan.rank_tokens(batch.step)),
@@ -285,6 +283,7 @@ class Fit:
             "tables": describe_tables(self.job.placements, self.config.tables),
             "lines": self.lines_written(),
             "before": self.before,
+            "guard": self.guard.state_dict(),
         }
 
     def _epochs_done(self) -> float:
@@ -298,6 +297,7 @@ class Fit:
         """Goes on from a checkpoint that was found whole, on the same ranks bit for bit. A collective: every rank calls it."""
         state = found.state
         self.hold(state)
+        self.guard.load_state_dict(state["guard"])
         self._move(state)
         same = state["world"] == [self.world.size, self.world.device.type]
         self._settle()
@@ -345,13 +345,6 @@ class Fit:
 
     def _gave_up(self) -> bool:
         return 0 < self.config.train.patience <= self.misses
-
-
-def _check_loss(loss: float, step: int, epoch: int) -> None:
-    """Stops a run that has lost its numbers; the loss is the same on every rank, so every rank stops."""
-    if not math.isfinite(loss):
-        todo = "lower --optim.lr and --optim.table_lr, add --optim.warmup_steps or --optim.clip_norm; --debug checks every batch"
-        raise problem("The loss is not finite", got=loss, wanted="a number", where=f"step {step}, epoch {epoch}", todo=todo)
 
 
 def build_sampler(job: Job) -> TokenBudgetSampler:

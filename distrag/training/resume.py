@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,10 @@ _MAY_DIFFER = (
     "train.keep",
     "train.log_every",
     "train.log_samples",
+    "train.max_bad_steps",
     *_LIMITS,
     "train.patience",
+    "train.pipeline",
     "train.resume",
     "train.run_dir",
     "train.save_every",
@@ -53,7 +54,7 @@ _COUNTS = ("step", "num_steps", "num_epochs", "best_step", "misses", "epochs_don
 _SHAPE: dict[str, Any] = {
     **dict.fromkeys(_COUNTS, (int, float)),
     **dict.fromkeys(("store_hash", "phase", "metric"), str),
-    **dict.fromkeys(("settings", "sampler", "best_valid", "tables", "lines"), dict),
+    **dict.fromkeys(("settings", "sampler", "best_valid", "tables", "lines", "guard"), dict),
     **dict.fromkeys(("limits", "world"), list),
     "evaluated_at": int,
     "seconds": (int, float),
@@ -237,11 +238,15 @@ def drop_beyond(run_dir: Path, state: Mapping[str, Any]) -> list[str]:
         What is missing of the lines up to the checkpoint, one sentence each.
     """
 
+    refitted = [False]
+
     def keep(line: dict[str, Any]) -> bool:
         kind, step = line["kind"], line["step"]
+        refitted[0] = refitted[0] or kind == "refit"
         if state["phase"] == "refit":
-            return kind in ("train", "valid", "resume") or (kind == "refit" and step <= state["step"])
-        last = {"train": state["step"], "resume": state["step"], "valid": state["evaluated_at"]}
+            of_refit = kind == "refit" or (kind == "skipped" and refitted[0])
+            return kind in ("train", "valid", "resume", "refit", "skipped") and (not of_refit or step <= state["step"])
+        last = {**dict.fromkeys(("train", "resume", "skipped"), state["step"]), "valid": state["evaluated_at"]}
         return bool(step <= last.get(kind, -1))
 
     kept = keep_lines(run_dir / "metrics.jsonl", keep)
@@ -256,7 +261,12 @@ def drop_beyond(run_dir: Path, state: Mapping[str, Any]) -> list[str]:
 
 
 def read_losses(run_dir: Path, phase: str) -> list[float]:
-    """Returns the loss of each logged step of a phase, in order."""
+    """Returns the loss of each logged step of a phase, in order; steps that were skipped have none."""
     path = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    return [math.nan if line["loss"] is None else line["loss"] for line in lines if line["kind"] == phase]
+    losses, skipped = [], -1
+    for line in lines:
+        skipped = line["step"] if line["kind"] == "skipped" else skipped  # comes before the line of the same step
+        if line["kind"] == phase and line["loss"] is not None and line["step"] != skipped:
+            losses.append(line["loss"])
+    return losses

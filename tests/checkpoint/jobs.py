@@ -82,6 +82,16 @@ def slow_down(part: str, seconds: float) -> None:
     on_event(lambda _number, path: time.sleep(seconds) if part in path else None)
 
 
+def hold_back(part: str, gate: Path) -> None:
+    """Makes this process wait for the file `gate` before it opens a file whose path has `part` in it."""
+
+    def wait(_number: int, path: str) -> None:
+        while part in path and not gate.exists():
+            time.sleep(0.01)
+
+    on_event(wait)
+
+
 def is_killed(act: Callable[[], None]) -> bool:
     """Runs `act` in a fork of this process, which may have built a job; returns whether a signal ended it."""
     pid = os.fork()

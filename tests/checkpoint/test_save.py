@@ -15,7 +15,7 @@ import torch
 
 from distrag.checkpoint import Checkpoints, find_newest, has_checkpoint, load_checkpoint, newest_checkpoint, read_extra, save_checkpoint
 from distrag.training.step import train_step
-from tests.checkpoint.jobs import build, die_at, fill, is_killed, loaded, slow_down
+from tests.checkpoint.jobs import build, die_at, fill, hold_back, is_killed, loaded, slow_down
 from tests.ranks import run_ranks
 from tests.training.runs import write_histories
 
@@ -191,32 +191,39 @@ def test_a_write_that_fails_on_one_rank_is_raised_on_all_at_the_next_save_and_co
     assert rest == ["step-4"]
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_save_that_is_slow_on_one_rank_does_not_part_the_ranks(store: Path, tmp_path: Path, background: bool) -> None:
-    """Steps and evaluations go on beside it, in their own order of collectives; in its way they wait."""
-    slow_s = 2.0
+def test_steps_go_on_beside_a_save_that_is_slow_on_one_rank(store: Path, tmp_path: Path) -> None:
+    """In their own order of collectives; the next save waits."""
+    folder, gate = tmp_path / "checkpoints", tmp_path / "gate"
 
-    def go() -> tuple[float, float]:
+    def go() -> None:
         job, optimizer = build(store, tmp_path)
-        checkpoints = Checkpoints(tmp_path / "checkpoints", job.world, keep=1, background=background)
+        checkpoints = Checkpoints(folder, job.world, keep=1, background=True)
         if job.world.rank == 0:
-            slow_down(".distcp", slow_s / 2)  # opened to write and to hash
-        started = time.monotonic()
+            hold_back(".distcp", gate)
         checkpoints.save("step-1", job.parallel, optimizer, {"phase": "train", "step": 1})
-        held_up = time.monotonic() - started
         for step in range(5):
             batch = job.collate(job.views["train"], np.arange(3 + job.world.rank), step=step, global_count=5.0)
             train_step(job.parallel, optimizer, batch, job.world)
             job.world.all_gather_object(step)
-        trained = time.monotonic() - started
+        assert not has_checkpoint(folder / "step-1")
+        job.world.on_first(gate.touch)
         checkpoints.save("step-2", job.parallel, optimizer, {"phase": "train", "step": 2})
+        assert has_checkpoint(folder / "step-1")
         checkpoints.wait()
-        return held_up, trained
 
-    for held_up, trained in run_ranks(go, 2, timeout_s=60):
-        assert (held_up < slow_s / 2) == background
-        assert (trained < slow_s) == background
-    assert names(tmp_path / "checkpoints") == ["step-2"]
+    run_ranks(go, 2, timeout_s=60)
+    assert names(folder) == ["step-2"]
+
+
+def test_ranks_wait_together_for_a_save_in_their_way_that_is_slow_on_one(store: Path, tmp_path: Path) -> None:
+    def go() -> bool:
+        job, optimizer = build(store, tmp_path)
+        if job.world.rank == 0:
+            slow_down("__0_0.distcp", 1.0)
+        save_checkpoint(tmp_path / "step-1", job.parallel, optimizer, {}, job.world)
+        return has_checkpoint(tmp_path / "step-1")
+
+    assert run_ranks(go, 2, timeout_s=60) == [True, True]
 
 
 def test_a_run_that_ends_in_an_error_does_not_wait_for_a_slow_save(store: Path, tmp_path: Path) -> None:
@@ -248,25 +255,6 @@ def test_generators_go_on_where_they_were_on_every_rank(store: Path, tmp_path: P
     assert first[0] == first[1]
     assert second[0] == second[1]
     assert first != second
-
-
-def test_the_count_of_lookups_goes_on_from_where_it_was(store: Path, tmp_path: Path) -> None:
-    """Fused Adam of CUDA corrects its moments by it; FBGEMM's CPU groups count the same way."""
-
-    def go(step: int) -> list[tuple[int, int]]:
-        job, optimizer = build(store, tmp_path, tables__cpu_kernel="fbgemm")
-        if step:
-            for number in range(step):
-                job.parallel.model(job.collate(job.views["train"], np.arange(3), step=number))
-            save_checkpoint(tmp_path / "last", job.parallel, optimizer, {}, job.world)
-        else:
-            load_checkpoint(tmp_path / "last", job.parallel, optimizer, job.world)
-        lookups = [lookup for module in job.parallel.model.modules() for lookup in getattr(module, "_lookups", [])]
-        groups = [module for lookup in lookups for module in lookup.modules() if hasattr(module, "iter_cpu")]
-        return [(int(group.iter_cpu), int(group.iter)) for group in groups]
-
-    assert run_ranks(go, 2, 5) == [[(5, 5)]] * 2
-    assert run_ranks(go, 1, 0) == [[(5, 5)]]
 
 
 def test_ranks_share_what_all_hold_alike(store: Path, tmp_path: Path) -> None:
