@@ -34,11 +34,13 @@ class Parallel:
         model: the DistributedModelParallel; call it with a RaggedBatch.
         plain: the module inside it, for `predict` and `query`.
         dense: parameters of the dense part and of replicated tables, by name.
+        table_optimizer: name of the sharded tables' optimizer.
     """
 
     model: DistributedModelParallel
     plain: SequenceModel
     dense: dict[str, nn.Parameter]
+    table_optimizer: str
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients of the dense part are summed on this rank and not over the ranks."""
@@ -100,7 +102,7 @@ def build_parallel(
             skip_exchange(dmp)
     flags = dmp.module.tables.boundary.flags
     dense = {name: parameter for name, parameter in in_backward_optimizer_filter(dmp.named_parameters()) if parameter is not flags}
-    return Parallel(dmp, dmp.module, dense)
+    return Parallel(dmp, dmp.module, dense, tables.optimizer)
 
 
 def distribute(model: nn.Module, plan: ShardingPlan, device: torch.device) -> DistributedModelParallel:

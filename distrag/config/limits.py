@@ -100,9 +100,10 @@ _RANGES: dict[str, Range] = {
     "train.patience": Range(0, INT32),
     "train.seed": Range(0, INT32),
     "train.save_every": Range(0, INT32),
+    "train.keep": Range(1, 1_000_000),
     "train.timeout_s": Range(0, 1e7, open_low=True),
 }
-_PATHS = ("data.path", "data.cache", "train.run_dir")
+_PATHS = ("data.path", "data.cache", "train.run_dir", "train.init")
 
 
 def check_config(config: RunConfig) -> RunConfig:

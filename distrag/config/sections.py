@@ -73,8 +73,11 @@ class TrainConfig:
         device: auto, cpu or cuda.
         timeout_s: how long a collective may wait for another rank, in seconds.
         tensorboard: write TensorBoard events.
-        save_every: steps between saves of the last state, checkpoints/last; 0 saves at the end of each epoch.
-        resume: go on with the run in run_dir from its checkpoints/last, on as many ranks as there are now; without one start anew.
+        save_every: steps between saves of the state, checkpoints/step-<n>; 0 saves at the end of each epoch.
+        keep: how many of the newest saves stay, beside the best.
+        async_save: write a save while training goes on, from a copy in the memory of the host; the next one waits for it.
+        resume: go on with the run in run_dir from its newest whole save, on as many ranks as there are now; without one start anew.
+        init: a run, or one of its checkpoints, whose weights a new run starts from; its optimizers start anew.
         log_samples: write the sample numbers of every step to samples/rank-<r>.jsonl.
     """
 
@@ -96,7 +99,10 @@ class TrainConfig:
     timeout_s: float = 300.0
     tensorboard: bool = True
     save_every: int = 0
+    keep: int = 2
+    async_save: bool = False
     resume: bool = False
+    init: str = ""
     log_samples: bool = False
 
 
@@ -202,7 +208,7 @@ def choose_loss(config: RunConfig) -> tuple[str, Any, Any]:
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Returns the config as nested plain values, as YAML holds it, that read back to the same run from any folder, whatever the defaults.
 
-    Encoder and loss are named with all their own settings and no others; paths of `data` are absolute.
+    Encoder and loss are named with all their own settings and no others; paths of `data` and `train.init` are absolute.
 
     Raises:
         ValueError: no such encoder or loss, or a loss of another task.
@@ -214,6 +220,8 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     for key, path in (("path", config.data.path), ("cache", config.data.cache)):
         if path and not is_url(path):
             plain["data"][key] = str(Path(path).absolute())
+    if config.train.init:
+        plain["train"]["init"] = str(Path(config.train.init).absolute())
     return {key: _plain(value) for key, value in plain.items()}
 
 

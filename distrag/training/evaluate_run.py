@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from distrag.checkpoint import load_checkpoint
+from distrag.checkpoint import has_checkpoint, load_checkpoint
 from distrag.config import RunConfig, check_ks, read_config
 from distrag.problem import problem
 from distrag.training.build import build_job
@@ -34,7 +34,8 @@ def evaluate_run(run_dir: str, part: str = "test", data: str | None = None, ks: 
         store, _ = open_run_store(config, world)
         agreed(world, lambda: check_contract(config, store, folder))
         job = build_job(config, world)
-        load_checkpoint(find_part(folder, part), job.parallel)
+        path = world.broadcast_object(world.on_first(lambda: find_part(folder, part)))
+        load_checkpoint(path, job.parallel, None, world)
         return evaluate_view(job, part), world.rank
 
 
@@ -58,5 +59,4 @@ def _read(folder: Path, data: str | None, ks: Sequence[int] | None) -> RunConfig
 def find_part(run_dir: Path, part: str) -> Path:
     """Returns the checkpoint that scores `part`: the best for valid (a refit has trained on it); for test the refit where there was one."""
     refit = run_dir / "checkpoints" / "refit"
-    refitted = refit.exists() or refit.with_name("refit.old").exists()
-    return refit if part == "test" and refitted else run_dir / "checkpoints" / "best"
+    return refit if part == "test" and has_checkpoint(refit) else run_dir / "checkpoints" / "best"

@@ -12,24 +12,23 @@ import torch
 
 from distrag.batch import RaggedBatch
 from distrag.batching.loader import Loader, padding_share
-from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
-from distrag.checkpoint import change_extra, keep_checkpoint, load_checkpoint, save_checkpoint
-from distrag.training.build import Job
-from distrag.training.checks import check_length
+from distrag.checkpoint import Checkpoints, Found, load_checkpoint, step_name
+from distrag.training.build import Job, count_steps
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
 from distrag.training.interrupt import Interrupt
 from distrag.training.metrics import MetricsWriter, SampleLog, finite
 from distrag.training.optim import Schedule, build_optimizer
-from distrag.training.resume import describe_run, last_of, limits_of
+from distrag.training.resume import build_checkpoints, describe_run, describe_tables, is_kept, limits_of
 from distrag.training.step import StepResult
 from distrag.training.stepper import Stepper, with_following
 from distrag.training.timing import Clock, RankTimes, Tally, by_rank
-from distrag.world import agreed
 
 LOWER_IS_BETTER = ("log_loss", "ne")
-_HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at", "losses")
-"""Attributes that a checkpoint holds: all of a fit that is over."""
+_LAST_S = 5.0
+"""What a save under way is given when the run ends in an error, which other ranks wait to see."""
+_HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at")
+"""Attributes that a checkpoint holds: all of a fit that is over, but for its losses, which metrics.jsonl has."""
 
 
 class Fit:
@@ -39,12 +38,13 @@ class Fit:
         job: everything before the first step.
         sampler: its planned epochs, from `build_sampler`.
         writer: where numbers go.
-        run_dir: folder of the run; `checkpoints/last` in it is what a cut run goes on from, `best` (or `refit`) what is tested.
+        run_dir: folder of the run; `checkpoints/step-<n>` in it is what a cut run goes on from, `best` (or `refit`) what is tested.
         refit_of: the fit that chose how many epochs this one trains, under the same schedule; None trains as long as the config says,
             evaluates on valid, keeps the best and stops early.
         samples: where the samples of each step go, if anywhere.
         seconds: tells for how long the run has lasted.
         interrupt: tells whether the run was asked to stop; None is never asked.
+        checkpoints: saves them; otherwise one is made.
 
     Attributes:
         phase: `train`, or `refit`, which has nothing left to select on.
@@ -69,13 +69,14 @@ class Fit:
         samples: SampleLog | None = None,
         seconds: Callable[[], float] = time.perf_counter,
         interrupt: Interrupt | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.job, self.config, self.world = job, job.config, job.world
         self.sampler, self.writer, self.samples, self.seconds = sampler, writer, samples, seconds
         self.interrupt, self._stopped = interrupt or Interrupt(), False
         self.selects = refit_of is None
-        self.phase, kept = ("train", "best") if self.selects else ("refit", "refit")
-        self.last, self.kept = last_of(run_dir), run_dir / "checkpoints" / kept
+        self.phase, self.kept = ("train", "best") if self.selects else ("refit", "refit")
+        self.checkpoints = checkpoints or build_checkpoints(self.config, run_dir, self.world)
         self.before = None if refit_of is None else refit_of.held()
         self.epoch_steps = len(sampler)
         # Epochs differ by a step or two, so whole epochs are counted as such; num_steps is then what schedule and progress go by.
@@ -103,9 +104,17 @@ class Fit:
         self.best: float | None = None
         self.best_valid: Metrics = {}
         self.losses: list[float] = []
+        self.lines = {"train": 0, "refit": 0, "samples": 0} if refit_of is None else refit_of.lines_written()
 
     def run(self) -> None:
-        """Trains to the last step, or until valid has not improved for `train.patience` evaluations."""
+        """Trains to the last step, or until valid has not improved for `train.patience` evaluations; all of it is saved then."""
+        try:
+            self._run()
+        except BaseException:
+            self.checkpoints.abandon(_LAST_S)
+            raise
+
+    def _run(self) -> None:
         self.writer.begin(self.phase, self.num_steps, self.step)
         self.world.peers.where = f"{self.phase} step {self.step + 1}"
         if self.step and self._is_due() and self.evaluated_at != self.step:
@@ -117,7 +126,8 @@ class Fit:
         if self.selects and self.evaluated_at != self.step:
             self._evaluate()
         if not self.selects:
-            keep_checkpoint(self.last, self.kept, self.world)
+            self.checkpoints.keep_newest(self.kept)
+        self.checkpoints.wait()
         self.stepper.watch.close()
         if self.tally.line():
             self.writer.say(self.tally.line())
@@ -154,6 +164,7 @@ class Fit:
         clock.count(batch)
         if self.samples is not None:
             self.samples.write(self.phase, self.step, self.epoch, [sample for sample in batch.samples.tolist() if sample >= 0])
+            self.lines["samples"] += self.world.size
         if logs:
             self._log(batch, result, clock)
 
@@ -238,6 +249,8 @@ class Fit:
     def _evaluate(self) -> None:
         self.world.peers.where = f"evaluation after {self.phase} step {self.step}"
         valid = evaluate_view(self.job, "valid", self.pause)
+        # One copy decides for all: a rank that kept a best state alone would leave the others in the save.
+        valid = self.world.broadcast_object(valid)
         self.evaluated_at = self.step
         self.writer.write("valid", self.step, {"epoch": int(self._epochs_done()), **valid})
         score = valid[self.metric]
@@ -247,19 +260,23 @@ class Fit:
         self.writer.say(f"step {self.step}: valid {self.metric} {shown}{' (best)' if better else ''}")
         if better or not self.best_valid:
             self.best, self.best_step, self.best_epochs, self.best_valid = score, self.step, self._epochs_done(), valid
-            # The last state is saved first and the best kept from it: the best on disk is never of a step that a resume does again.
-            self._save()
-            keep_checkpoint(self.last, self.kept, self.world)
+            # The best is kept from the save of its step: the best on disk is never of a step that a resume does again.
+            self._save(self.kept)
         elif self.saved_at == self.step:
             self._save()
 
-    def _save(self) -> None:
-        """Saves this step as the last; where that has been done, only what was learned of it since."""
+    def _save(self, kept: str = "") -> None:
+        """Saves this step; where that has been done, only what was learned of it since.
+
+        Args:
+            kept: another name to keep it under.
+        """
         self.world.peers.where = f"saving {self.phase} step {self.step}"
         if self.saved_at == self.step:
-            change_extra(self.last, self._state(), self.world)
+            self.checkpoints.update(self._state(), kept=kept)
         else:
-            save_checkpoint(self.last, self.job.parallel, self.optimizer, self._state(), self.world)
+            name = step_name(self.phase, self.step)
+            self.checkpoints.save(name, self.job.parallel, self.optimizer, self._state(), kept=kept)
             self.saved_at = self.step
 
     def held(self) -> dict[str, Any]:
@@ -270,6 +287,10 @@ class Fit:
         """Takes over what `held` gave of another fit."""
         for name in _HELD:
             setattr(self, name, held[name])
+
+    def lines_written(self) -> dict[str, int]:
+        """Returns how many lines of each phase and of samples, all ranks, the run has behind it."""
+        return {**self.lines, self.phase: len(self.losses)}
 
     def _state(self) -> dict[str, Any]:
         """Returns what a run goes on from, apart from tensors: small and JSON-able."""
@@ -284,6 +305,8 @@ class Fit:
             "schedule_steps": self.schedule.num_steps,
             "seconds": self.seconds(),
             "world": [self.world.size, self.world.device.type],
+            "tables": describe_tables(self.job.placements, self.config.tables),
+            "lines": self.lines_written(),
             "before": self.before,
             "guard": self.guard.state_dict(),
         }
@@ -295,17 +318,23 @@ class Fit:
             return self.sampler.epoch + 1.0
         return self.sampler.epoch + self._began + (1.0 - self._began) * (self.trained - start) / (end - start)
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the last checkpoint and its `state`, on the same ranks bit for bit. A collective: every rank calls it."""
+    def resume(self, found: Found) -> None:
+        """Goes on from a checkpoint that was found whole, on the same ranks bit for bit. A collective: every rank calls it."""
+        state = found.state
         self.hold(state)
-        self.guard.load_state_dict(state.get("guard", {"num_updates": self.step}))
+        self.guard.load_state_dict(state["guard"])
         self._move(state)
         same = state["world"] == [self.world.size, self.world.device.type]
         self._settle()
-        load_checkpoint(self.last, self.job.parallel, self.optimizer, generators_of=self.world if same else None)
+        load_checkpoint(found, self.job.parallel, self.optimizer, self.world, generators=same)
+        self.checkpoints.newest, self.lines = found.path, dict(state["lines"])
         self.saved_at = self.step if same else -1  # on other ranks the generators saved are not ours
         if self.selects and self.best_step == self.step:
-            keep_checkpoint(self.last, self.kept, self.world)  # the run may have been cut before it was kept
+            self.checkpoints.keep_newest(self.kept)  # the run may have been cut before it was kept
+        elif self.selects and self.best_valid and not is_kept(self.checkpoints.folder / self.kept, self.best_step, self.world):
+            told = f"checkpoints/{self.kept} is not the whole state of step {self.best_step} any more; the next evaluation chooses anew"
+            self.writer.say(told)
+            self.best, self.best_step, self.best_epochs, self.best_valid = None, 0, 0.0, {}
 
     def _move(self, state: Mapping[str, Any]) -> None:
         """Moves the sampler to where the run was cut, and the end of the run to where it now is."""
@@ -341,37 +370,3 @@ class Fit:
 
     def _gave_up(self) -> bool:
         return 0 < self.config.train.patience <= self.misses
-
-
-def build_sampler(job: Job) -> TokenBudgetSampler:
-    """Returns the sampler of the train view.
-
-    Raises:
-        ValueError: a budget that does not fit the histories; the same on every rank.
-    """
-    batching = job.config.batching
-    return agreed(
-        job.world,
-        lambda: NodeSampler(
-            job.views["train"],
-            **job.node_options("train"),
-            max_tokens=None if batching.global_tokens else batching.max_tokens,
-            global_tokens=batching.global_tokens,
-            max_samples=batching.max_samples,
-            bucket_steps=batching.bucket_steps,
-            num_replicas=job.world.size,
-            rank=job.world.rank,
-            seed=job.config.train.seed,
-            cost=job.cost,
-            content_hash=job.store.content_hash,
-        ),
-    )
-
-
-def count_steps(job: Job, sampler: TokenBudgetSampler) -> int:
-    """Returns the global steps that the config asks for: the smaller of `max_steps` and `num_epochs`, of those that are set.
-
-    Raises:
-        ValueError: neither is set, or an epoch has no step.
-    """
-    return check_length(job.config, len(sampler))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from distrag.batching.nodes import Shares, assign_rows, count_nodes
+from distrag.checkpoint import take_turns
 from distrag.config import RunConfig
 from distrag.data.remote import is_url
 from distrag.data.split import View, build_views
@@ -20,9 +20,6 @@ from distrag.data.store import Store, open_folder, open_store
 from distrag.world import World, agreed
 
 Count = Callable[[View], NDArray[np.float64]]
-
-_TURN_S = 5.0
-"""A rank that stages tells the others as often that it lives; far below any `train.timeout_s`."""
 
 
 @dataclass(frozen=True)
@@ -119,28 +116,10 @@ def _open_staged(config: RunConfig, world: World, rows: NDArray[np.int64] | None
     stage = agreed(world, lambda: _stage(config))
     if stage is None:
         return agreed(world, lambda: open_folder(config.data.path, rows))
-    _take_turns(world, stage.fetch(rows))
+    take_turns(world, stage.fetch(rows))
     return agreed(world, lambda: open_folder(stage.folder, rows))
 
 
 def _stage(config: RunConfig) -> Stage | None:
     data = config.data
     return Stage(data.path, data.cache or DEFAULT_CACHE) if is_url(data.path) or data.cache else None
-
-
-def _take_turns(world: World, turns: Iterator[None]) -> None:
-    """Runs all turns of every rank; between them ranks that are done wait for those that are not."""
-    at_work = True
-
-    def work() -> bool:
-        until = time.monotonic() + _TURN_S
-        while time.monotonic() < until:
-            if next(turns, _END) is _END:
-                return False
-        return True
-
-    while any(world.all_gather_object(at_work)):
-        at_work = agreed(world, work)
-
-
-_END = object()

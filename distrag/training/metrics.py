@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -135,18 +136,25 @@ def _close(file: TextIO) -> None:
         file.close()
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrites a file of JSON lines, whole or not at all, with the lines that `keep` says; a line that was cut is dropped."""
-    if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_kept(line, keep)]
-        write_whole(path, "".join(f"{line}\n" for line in kept))
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Counter[str]:
+    """Rewrites a file of JSON lines, whole or not at all, with the lines that `keep` says; a line that was cut is dropped.
+
+    Returns:
+        How many lines of each kind were kept.
+    """
+    if not path.exists():
+        return Counter()
+    kinds = [(line, _kind_if(line, keep)) for line in path.read_text(encoding="utf-8").splitlines()]
+    write_whole(path, "".join(f"{line}\n" for line, kind in kinds if kind is not None))
+    return Counter(kind for _, kind in kinds if kind is not None)
 
 
-def _is_kept(line: str, keep: Callable[[dict[str, Any]], bool]) -> bool:
+def _kind_if(line: str, keep: Callable[[dict[str, Any]], bool]) -> str | None:
     try:
-        return keep(json.loads(line))
+        content = json.loads(line)
+        return str(content["kind"]) if keep(content) else None
     except (ValueError, KeyError, TypeError, AttributeError):
-        return False  # cut, or no line of ours
+        return None  # cut, or no line of ours
 
 
 def finite(value: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from distrag.checkpoint import has_checkpoint, read_extra
+from distrag.checkpoint import newest_checkpoint, read_extra
 from tests.training.runs import Reaches, config, cut, faults_of, losses_of, write_histories
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,8 +113,8 @@ def kill_and_resume(
             is_time = either(is_time, after(random.uniform(0, start_s), lambda: True))
         if not launch(sections, world_size, is_time, int(random.integers(world_size))):
             raise RuntimeError(f"the run ended before kill {number + 1} of {kills}, which waited for {amount:.0f} samples")
-        last = run / "checkpoints" / "last"
-        saved = read_extra(last) if has_checkpoint(last) else {"step": 0, "epochs_done": 0.0}
+        last = newest_checkpoint(run / "checkpoints")
+        saved = read_extra(last) if last else {"step": 0, "epochs_done": 0.0}
         logged = max((step for step, _ in losses_of(run)), default=0)
         moments.append({"ranks": world_size, "logged": logged, "saved": saved["step"], "epochs": round(saved["epochs_done"], 2)})
         print(f"kill {number + 1}: {moments[-1]}", file=sys.stderr, flush=True)
