@@ -158,7 +158,7 @@ class Fit:
         logs = (self.step + 1) % self.config.train.log_every == 0 or self.step == 0 or self.step + 1 == self.num_steps
         self.step, self.trained = self.step + 1, batch.step + 1
         longest = int(self.sampler.lengths[self.sampler.plan.step_samples(batch.step)].max(initial=0))
-        asked = self.interrupt.signal != 0
+        asked = self.interrupt.asked
         result = self.stepper.run(batch, self.step, logs=logs, longest=longest, waited_s=clock.waited_s, following=following, stop=asked)
         self._stopped = result.stop
         clock.count(batch)

@@ -73,6 +73,10 @@ class Interrupt:
         world.barrier()
         return Stopped(_code(number), _name(number), together=True)
 
+    def asked(self) -> bool:
+        """Returns whether this process was asked to stop."""
+        return self.signal != 0
+
     def agreed(self, world: World) -> int:
         """Returns the signal that any rank has got, SIGTERM before SIGINT, 0 for none. A collective: every rank calls it."""
         return int(world.all_reduce_max(torch.tensor(self.signal, device=world.device)))
