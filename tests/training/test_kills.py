@@ -15,7 +15,7 @@ from tests.training.kills import PER_RANK, kill_and_resume
 
 @pytest.mark.parametrize(("worlds", "keys"), [((2, 1, 2), PER_RANK), ((2, 4), {}), ((2,), {})])
 def test_interruptions_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, worlds: tuple[int, ...], keys: dict[str, Any]) -> None:
-    found = kill_and_resume(tmp_path, kills=3, terms=2, worlds=worlds, num_samples=800, seed=3, **keys)
+    found = kill_and_resume(tmp_path, kills=3, terms=2, worlds=worlds, num_samples=500, seed=3, **keys)
     assert (found["kills"], found["terms"], found["terms_that_saved_their_last_step"]) == (3, 2, 2)
     assert found["changes_of_ranks"] == len(worlds) - 1
     assert found["finished"]
