@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def arrange(death: Death) -> None:
     times = itertools.count(1)
 
     def act(*_: Any) -> None:
-        if next(times) == death.turn:
+        if next(times) == death.turn and not death.at.exists():  # once, however often torchrun starts it
             death.at.write_text(str(time.time()))
             if death.how in _SIGNALS:
                 os.kill(os.getpid(), _SIGNALS[death.how])
@@ -127,9 +128,10 @@ class Outcome:
     said: list[str]
 
 
-def die_under_torchrun(folder: Path, death: Death, world_size: int) -> Outcome:
-    """Runs the death under a real torchrun."""
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m", "tests.training.deaths", "--rank"]
+def die_under_torchrun(folder: Path, death: Death, world_size: int, max_restarts: int = 0) -> Outcome:
+    """Runs the death under a real torchrun, which starts the ranks anew so many times."""
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", f"--max-restarts={max_restarts}"]
+    words += ["-m", "tests.training.deaths", "--rank"]
     words += [death.moment, death.how, str(death.victim), str(death.at), str(death.turn), "train", "--config", str(folder / "config.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(
@@ -184,6 +186,7 @@ def _rank(rank: int, world_size: int, port: int, folder: Path, death: Death, pip
 
 
 LAUNCHERS: dict[str, Callable[[Path, Death, int], Outcome]] = {"torchrun": die_under_torchrun, "processes": die_as_processes}
+LAUNCHERS["restarts"] = partial(die_under_torchrun, max_restarts=3)
 
 
 def die(folder: Path, moment: str, how: str, *, launcher: str, world_size: int, victim: int, turn: int = 3, **keys: Any) -> Outcome:
@@ -218,7 +221,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(prog="python -m tests.training.deaths", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--moments", nargs="+", choices=(*MOMENTS, "loading"), default=list(MOMENTS))
-    parser.add_argument("--launchers", nargs="+", choices=tuple(LAUNCHERS), default=list(LAUNCHERS))
+    parser.add_argument("--launchers", nargs="+", choices=("torchrun", "processes"), default=["torchrun", "processes"])
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--victim", type=int, default=1)
     args = parser.parse_args()
