@@ -1,4 +1,4 @@
-"""The command line: `distrag prepare | stats | plan | train | evaluate | bench | report`.
+"""The command line: `distrag prepare | stats | plan | verify | train | evaluate | bench | report`.
 
 Every command imports what it needs when it runs, so that `distrag --help` answers at once.
 """
@@ -19,6 +19,7 @@ COMMANDS = {
     "prepare": "files of histories or events -> a store",
     "stats": "lengths, padding, cuts and vocabularies of a store",
     "plan": "the steps, balance and placement of a config, without training",
+    "verify": "whether a config trains the same on several numbers of ranks",
     "train": "a config -> a trained, evaluated model in a run directory",
     "evaluate": "the metrics of a run, or of ranking by popularity",
     "bench": "this machine -> ratios against the padded way of working; how even and how quick plans are",
@@ -299,6 +300,35 @@ def _plan(words: list[str]) -> None:
 
         numbers = plan_run(config, args.world_size, args.epoch, ranks_per_node=args.ranks_per_node, planner_s=args.planner_seconds)
     print(json.dumps(numbers, indent=1) if args.json else describe(numbers))
+
+
+def _verify(words: list[str]) -> None:
+    parser = _parser("verify")
+    parser.add_argument("config", help="YAML of a run")
+    parser.add_argument("--world-sizes", default="1,2", metavar="1,2,...", help="numbers of ranks, started here; 1 is always among them")
+    parser.add_argument("--steps", type=int, default=20, help="global steps to train")
+    parser.add_argument("--tolerance", type=float, default=1e-6, help="largest difference that is still equal")
+    parser.add_argument("--json", action="store_true")
+    args, overrides = parser.parse_known_args(words)
+    from distrag.config import read_config
+    from distrag.training.verify import verify
+    from distrag.training.verify_text import describe_verify
+
+    config = read_config(["--config", args.config, *_full(overrides)])
+    numbers = verify(config, _sizes(args.world_sizes), steps=args.steps, tolerance=args.tolerance)
+    print(json.dumps(numbers, indent=1) if args.json else describe_verify(numbers))
+    if not numbers["exact"]:
+        raise SystemExit(1)
+
+
+def _sizes(text: str) -> list[int]:
+    from distrag.problem import problem
+
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        todo = "name numbers of ranks, with commas between them"
+        raise problem("Not a list of numbers", got=text, wanted="such as 1,2,4", where="--world-sizes", todo=todo) from None
 
 
 def _evaluate(words: list[str]) -> None:

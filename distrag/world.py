@@ -247,6 +247,31 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+@contextmanager
+def join_world(rank: int, size: int, meeting: Path, device: str = "auto", *, timeout_s: float = 300.0) -> Iterator[World]:
+    """Gives a World to one of several processes that a command has started on this machine itself, for as long as the block runs.
+
+    Args:
+        rank: number of this process.
+        size: how many there are.
+        meeting: a file that does not exist yet, the same for all of them; they find each other there.
+        device: as for `start_world`.
+        timeout_s: as for `start_world`.
+    """
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is to be reached, and the machine's own name may not resolve
+    backend = "cpu:gloo,cuda:nccl" if _device(device, rank).type == "cuda" else "gloo"
+    limit = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method=meeting.absolute().as_uri(), rank=rank, world_size=size, timeout=limit)
+    try:
+        with open_world(device, timeout_s=timeout_s) as world:
+            yield world
+            world.barrier()
+    finally:
+        _leave()
+
+
 def end_world(world: World) -> None:
     """Ends the process group that `start_world` started, after a last barrier; without it good runs can end in SIGABRT."""
     if world.started_here and dist.is_initialized():
