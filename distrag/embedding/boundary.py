@@ -10,6 +10,7 @@ this rank is not finite, that it was asked to stop, and the squared norm of its 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,18 +71,24 @@ class Boundary(nn.Module):
         pass
 
 
+def never() -> bool:
+    """Returns False: nobody asks this rank to stop."""
+    return False
+
+
 class Now:
     """What a step asks of the boundary, and what it holds. Apart from the module, whose every assignment costs microseconds.
 
     Attributes:
         holds: whether the second backward is asked for; otherwise gradients run through to the tables at once, and only `stop` is reported.
-        stop: whether this rank was asked to stop; it is read in the backward.
+        stop: tells whether this rank was asked to stop; asked in the backward.
         held: key -> (vectors as looked up, the leaf that took their place) of the last forward, both `[n, D]`.
         token: ties the loss to the flags.
     """
 
     def __init__(self) -> None:
-        self.holds = self.stop = False
+        self.holds = False
+        self.stop: Callable[[], bool] = never
         self.held: dict[str, tuple[Tensor, Tensor]] = {}
         self.token: Tensor | None = None
 
@@ -95,7 +102,7 @@ class _Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         token, *gradients = grads
-        stop = float(ctx.now.stop)
+        stop = float(ctx.now.stop())
         if not ctx.now.holds:
             return None, torch.tensor([0.0, stop, 0.0], device=token.device), *gradients
         norms = [token, *torch._foreach_norm(gradients)] if gradients else [token]  # the token's is NaN where the loss is not finite

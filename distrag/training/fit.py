@@ -5,26 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from distrag.batch import RaggedBatch
 from distrag.batching.loader import Loader, padding_share
-from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
 from distrag.checkpoint import Checkpoints, Found, load_checkpoint, step_name
-from distrag.training.build import Job
-from distrag.training.checks import check_length
+from distrag.training.build import Job, count_steps
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
+from distrag.training.interrupt import Interrupt
 from distrag.training.metrics import MetricsWriter, SampleLog, finite
 from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.resume import build_checkpoints, describe_run, describe_tables, is_kept, limits_of
 from distrag.training.step import StepResult
 from distrag.training.stepper import Stepper, with_following
 from distrag.training.timing import Clock, RankTimes, Tally, by_rank
-from distrag.world import agreed
 
 LOWER_IS_BETTER = ("log_loss", "ne")
 _LAST_S = 5.0
@@ -45,6 +43,7 @@ class Fit:
             evaluates on valid, keeps the best and stops early.
         samples: where the samples of each step go, if anywhere.
         seconds: tells for how long the run has lasted.
+        interrupt: tells whether the run was asked to stop; None is never asked.
         checkpoints: saves them; otherwise one is made.
 
     Attributes:
@@ -69,10 +68,12 @@ class Fit:
         refit_of: Fit | None = None,
         samples: SampleLog | None = None,
         seconds: Callable[[], float] = time.perf_counter,
+        interrupt: Interrupt | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.job, self.config, self.world = job, job.config, job.world
         self.sampler, self.writer, self.samples, self.seconds = sampler, writer, samples, seconds
+        self.interrupt, self._stopped = interrupt or Interrupt(), False
         self.selects = refit_of is None
         self.phase, self.kept = ("train", "best") if self.selects else ("refit", "refit")
         self.checkpoints = checkpoints or build_checkpoints(self.config, run_dir, self.world)
@@ -115,6 +116,7 @@ class Fit:
 
     def _run(self) -> None:
         self.writer.begin(self.phase, self.num_steps, self.step)
+        self.world.peers.where = f"{self.phase} step {self.step + 1}"
         if self.step and self._is_due() and self.evaluated_at != self.step:
             self._evaluate()  # the run was cut in this evaluation
         while not self._is_done():
@@ -156,7 +158,9 @@ class Fit:
         logs = (self.step + 1) % self.config.train.log_every == 0 or self.step == 0 or self.step + 1 == self.num_steps
         self.step, self.trained = self.step + 1, batch.step + 1
         longest = int(self.sampler.lengths[self.sampler.plan.step_samples(batch.step)].max(initial=0))
-        result = self.stepper.run(batch, self.step, logs=logs, longest=longest, waited_s=clock.waited_s, following=following)
+        asked = self.interrupt.asked
+        result = self.stepper.run(batch, self.step, logs=logs, longest=longest, waited_s=clock.waited_s, following=following, stop=asked)
+        self._stopped = result.stop
         clock.count(batch)
         if self.samples is not None:
             self.samples.write(self.phase, self.step, self.epoch, [sample for sample in batch.samples.tolist() if sample >= 0])
@@ -169,11 +173,29 @@ class Fit:
         every = self.config.train.save_every
         if every and self.step % every == 0:
             self._save()
+        if self._stopped:
+            self.stop()
+        self.world.peers.where = f"{self.phase} step {self.step + 1}"
         if 0 < self.max_steps <= self.step:
             return True
         if self.config.train.eval_every and self._is_due():
             self._evaluate()
         return self._gave_up()
+
+    def stop(self, *, saves: bool = True) -> NoReturn:
+        """Saves what is not saved, and ends the run on all ranks; a resume goes on from here. A collective: every rank calls it.
+
+        Raises:
+            Stopped: always.
+        """
+        if saves:
+            self._save()
+        raise self.interrupt.leave(self.world, self.writer, self.phase, self.step, self.num_steps, self.epoch)
+
+    def pause(self, *, saves: bool = True) -> None:
+        """Ends the run where it is asked to stop, in an evaluation: a resume does that again. A collective: every rank calls it."""
+        if self.interrupt.agreed(self.world):
+            self.stop(saves=saves)
 
     def _is_due(self) -> bool:
         """Returns whether valid is to be evaluated at this step."""
@@ -225,9 +247,11 @@ class Fit:
         self.writer.show(self.step, "  ".join([f"loss {loss:.4f}  {values['tokens_per_s']:,.0f} tokens/s", times.remark()]).rstrip())
 
     def _evaluate(self) -> None:
-        self.evaluated_at = self.step
+        self.world.peers.where = f"evaluation after {self.phase} step {self.step}"
+        valid = evaluate_view(self.job, "valid", self.pause)
         # One copy decides for all: a rank that kept a best state alone would leave the others in the save.
-        valid = self.world.broadcast_object(evaluate_view(self.job, "valid"))
+        valid = self.world.broadcast_object(valid)
+        self.evaluated_at = self.step
         self.writer.write("valid", self.step, {"epoch": int(self._epochs_done()), **valid})
         score = valid[self.metric]
         better = score is not None and (self.best is None or (score < self.best if self.metric in LOWER_IS_BETTER else score > self.best))
@@ -247,6 +271,7 @@ class Fit:
         Args:
             kept: another name to keep it under.
         """
+        self.world.peers.where = f"saving {self.phase} step {self.step}"
         if self.saved_at == self.step:
             self.checkpoints.update(self._state(), kept=kept)
         else:
@@ -345,37 +370,3 @@ class Fit:
 
     def _gave_up(self) -> bool:
         return 0 < self.config.train.patience <= self.misses
-
-
-def build_sampler(job: Job) -> TokenBudgetSampler:
-    """Returns the sampler of the train view.
-
-    Raises:
-        ValueError: a budget that does not fit the histories; the same on every rank.
-    """
-    batching = job.config.batching
-    return agreed(
-        job.world,
-        lambda: NodeSampler(
-            job.views["train"],
-            **job.node_options("train"),
-            max_tokens=None if batching.global_tokens else batching.max_tokens,
-            global_tokens=batching.global_tokens,
-            max_samples=batching.max_samples,
-            bucket_steps=batching.bucket_steps,
-            num_replicas=job.world.size,
-            rank=job.world.rank,
-            seed=job.config.train.seed,
-            cost=job.cost,
-            content_hash=job.store.content_hash,
-        ),
-    )
-
-
-def count_steps(job: Job, sampler: TokenBudgetSampler) -> int:
-    """Returns the global steps that the config asks for: the smaller of `max_steps` and `num_epochs`, of those that are set.
-
-    Raises:
-        ValueError: neither is set, or an epoch has no step.
-    """
-    return check_length(job.config, len(sampler))

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import platform
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,17 +19,18 @@ import yaml
 from distrag.checkpoint import load_checkpoint, write_whole
 from distrag.config import RunConfig, read_config, to_dict
 from distrag.problem import problem
-from distrag.training.build import Job, build_job
+from distrag.training.build import Job, build_job, build_sampler, count_steps
 from distrag.training.checks import check_run_dir
 from distrag.training.contract import write_contract
 from distrag.training.cost import keep_cost
-from distrag.training.fit import Fit, build_sampler, count_steps
+from distrag.training.fit import Fit
 from distrag.training.held_out import Metrics, evaluate_view
 from distrag.training.init import start_from
+from distrag.training.interrupt import Interrupt
 from distrag.training.metrics import MetricsWriter, SampleLog, finite
 from distrag.training.resume import build_checkpoints, drop_beyond, is_finished, read_losses
 from distrag.training.start import Start, find_start
-from distrag.world import agreed, open_world
+from distrag.world import World, agreed, open_world
 
 
 @dataclass(frozen=True)
@@ -64,23 +66,35 @@ def train(config: RunConfig | Mapping[str, Any] | Sequence[str]) -> RunResult:
     Args:
         config: a RunConfig, a nested mapping as in YAML, or command-line words.
 
+    A run that is asked to stop, by SIGTERM or Ctrl-C, saves its step first. Started again by the same torchrun or Slurm job, it goes on
+    from its last checkpoint without being told to.
+
     Raises:
         ValueError: anything a config, a store or a file can cause, before any rank waits for another.
+        RanksFailed: another rank failed or died.
+        Stopped: the run was asked to stop; a SystemExit of code 75, or 130 for Ctrl-C.
     """
     run = read_config(config)
-    with open_world(run.train.device, timeout_s=run.train.timeout_s) as world:
-        return run_job(build_job(run, world))
+    with Interrupt() as interrupt, open_world(run.train.device, timeout_s=run.train.timeout_s) as world:
+        interrupt.listen(world)
+        return run_job(build_job(run, world), interrupt)
 
 
-def run_job(job: Job) -> RunResult:
+def run_job(job: Job, interrupt: Interrupt | None = None) -> RunResult:
     """Trains a job, refits it where asked, tests it once and writes the result; with `train.resume`, from where its run was cut.
 
     A collective: every rank calls it.
+
+    Args:
+        job: from `build_job`.
+        interrupt: tells whether the run was asked to stop; None is never asked.
     """
     started, folder, world = time.perf_counter(), Path(job.config.train.run_dir), job.world
-    if job.config.train.resume:
+    again = bool(world.broadcast_object(world.on_first(lambda: _is_second_start(folder, world))))
+    resumes = again or job.config.train.resume
+    if resumes:
         world.on_first(lambda: _check_free(folder))
-    start = find_start(job, folder)
+    start = find_start(job, folder, resumes=resumes)
     state = start.state
     if state is not None and is_finished(state, job.config):
         world.on_first(lambda: print(f"{folder}: this run is finished; its result stays", flush=True))
@@ -91,12 +105,16 @@ def run_job(job: Job) -> RunResult:
     _check_targets(job)
     if start.init is not None and state is None:
         start.notes.append(start_from(job, start.init))
-    notes, held = world.on_first(lambda: _open(job, folder, state)) or ([], None)
+    notes, held = world.on_first(lambda: _open(job, folder, state, again=again)) or ([], None)
     start.notes.extend(notes)
+    world.peers.errors, world.peers.todo, world.peers.where = folder / "errors", _TODO, "the start"
     log = _open_log(job, folder)
+    if interrupt is not None:
+        interrupt.patient = True
     try:
         checkpoints = build_checkpoints(job.config, folder, world)
-        fit = Fit(job, sampler, log.writer, folder, samples=log.samples, seconds=_clock(started - before_s), checkpoints=checkpoints)
+        options: dict[str, Any] = {"samples": log.samples, "interrupt": interrupt, "checkpoints": checkpoints}
+        fit = Fit(job, sampler, log.writer, folder, seconds=_clock(started - before_s), **options)
         result = _finish(fit, _train(fit, folder, start), folder)
         world.on_first(lambda: write_whole(folder / "result.json", json.dumps(_summary(job, result), indent=1) + "\n"))
     finally:
@@ -114,7 +132,8 @@ def _finish(fit: Fit, last: Fit, folder: Path) -> RunResult:
     """Tests the state that valid chose, or that was refitted, and returns what the run came to."""
     if last is fit:
         load_checkpoint(fit.checkpoints.folder / fit.kept, fit.job.parallel, None, fit.world)
-    test = evaluate_view(last.job, "test")
+    last.job.world.peers.where = "the test"
+    test = evaluate_view(last.job, "test", lambda: last.pause(saves=False))
     fit.writer.write("test", last.step, test)
     fit.writer.say(f"test, from the best step {fit.best_step}: {_show(test)}")
     if test.get("num_seen_targets"):
@@ -176,7 +195,7 @@ def _refit(fit: Fit, folder: Path, start: Start, of_refit: Start | None) -> Fit:
     job = build_job(fit.config, fit.world, fold_valid=True)
     if start.init is not None:
         fit.writer.say(start_from(job, start.init))
-    options: dict[str, Any] = {"samples": fit.samples, "seconds": fit.seconds, "checkpoints": fit.checkpoints}
+    options: dict[str, Any] = {"samples": fit.samples, "seconds": fit.seconds, "checkpoints": fit.checkpoints, "interrupt": fit.interrupt}
     again = Fit(job, build_sampler(job), fit.writer, folder, refit_of=fit, **options)
     fit.writer.say(f"refit on train and valid together: {again.num_steps} steps")
     if of_refit is not None and of_refit.found is not None:
@@ -198,8 +217,14 @@ def _check_targets(job: Job) -> None:
     )
 
 
-def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[list[str], TextIO]:
-    """Writes config and schema; an earlier run in that folder is moved aside, and a note says where, unless its `state` goes on.
+def _open(job: Job, folder: Path, state: dict[str, Any] | None, *, again: bool = False) -> tuple[list[str], TextIO]:
+    """Writes config and schema; an earlier run in that folder is moved aside, and a note says where, unless it goes on.
+
+    Args:
+        job: the run.
+        folder: its folder.
+        state: from which the run in that folder goes on.
+        again: whether that run is this one, without a state too.
 
     Returns:
         The notes, and the open lock that tells other runs that this one lives.
@@ -207,7 +232,7 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[list[st
     check_run_dir(folder)
     _check_free(folder)
     notes = []
-    if state is None and (folder / "metrics.jsonl").exists():
+    if state is None and not again and (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         moved = folder.rename(folder.with_name(f"{folder.name}.{number}"))
         notes.append(f"an earlier run was moved to {folder}.{number}")
@@ -216,14 +241,28 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[list[st
         keep_cost(moved, folder)
     held = (folder / _LOCK).open("w")
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if state is not None:
-        notes += drop_beyond(folder, state)
+    held.write("".join(f"{name}\n" for name in sorted(job.world.launch.names)))
+    held.flush()
+    shutil.rmtree(folder / "errors", ignore_errors=True)
+    if state is not None or again:
+        notes += drop_beyond(folder, state or _NOTHING)
     write_whole(folder / "config.yaml", yaml.safe_dump(to_dict(job.config), sort_keys=False))
     write_contract(job.store, folder)
     return notes, held
 
 
 _LOCK = "run.lock"
+_NOTHING = {"phase": "train", "step": 0, "evaluated_at": -1, "lines": {}}
+_TODO = "  then:   the same command with --resume goes on from the last whole checkpoint"
+
+
+def _is_second_start(folder: Path, world: World) -> bool:
+    """Returns whether the torchrun or Slurm job that started these ranks has begun the run in this folder."""
+    try:
+        begun_by = set((folder / _LOCK).read_text().splitlines())
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(begun_by & world.launch.again)
 
 
 def _check_free(folder: Path) -> None:

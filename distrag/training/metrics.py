@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -57,15 +58,14 @@ class MetricsWriter:
         """Appends one line, and one TensorBoard scalar per number.
 
         Args:
-            kind: `train`, `valid`, `refit`, `resume` or `test`.
+            kind: `train`, `valid`, `refit`, `resume`, `stop` or `test`.
             step: global steps done.
             values: names and JSON-able values; NaN is written as null.
         """
         if self._file is None:
             return
         line = {"kind": kind, "step": step, **{key: finite(value) for key, value in values.items()}}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        _append(self._file, line)
         if self._board is not None:
             for key, value in values.items():
                 if isinstance(value, int | float):
@@ -87,7 +87,7 @@ class MetricsWriter:
             self._progress.stop()
         self._close_board()
         if self._file is not None:
-            self._file.close()
+            _close(self._file)
 
     def _close_board(self) -> None:
         if self._board is not None:
@@ -115,12 +115,25 @@ class SampleLog:
             epoch: number of the epoch.
             samples: sample numbers in the train view; a dummy is none.
         """
-        self._file.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, "samples": samples}) + "\n")
-        self._file.flush()  # what a killed process had not given away yet is lost
+        _append(self._file, {"kind": kind, "step": step, "epoch": epoch, "samples": samples})
 
     def close(self) -> None:
         """Ends the file."""
-        self._file.close()
+        _close(self._file)
+
+
+def _append(file: TextIO, line: dict[str, Any]) -> None:
+    try:
+        file.write(json.dumps(line) + "\n")
+        file.flush()  # what a killed process had not given away yet is lost
+    except OSError as error:
+        error.filename = file.name  # of a full disk Python does not say where
+        raise
+
+
+def _close(file: TextIO) -> None:
+    with suppress(OSError):  # all was flushed, and what could not be was said then
+        file.close()
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Counter[str]:

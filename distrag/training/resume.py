@@ -244,9 +244,10 @@ def drop_beyond(run_dir: Path, state: Mapping[str, Any]) -> list[str]:
         kind, step = line["kind"], line["step"]
         refitted[0] = refitted[0] or kind == "refit"
         if state["phase"] == "refit":
-            of_refit = kind == "refit" or (kind == "skipped" and refitted[0])
-            return kind in ("train", "valid", "resume", "refit", "skipped") and (not of_refit or step <= state["step"])
-        last = {**dict.fromkeys(("train", "resume", "skipped"), state["step"]), "valid": state["evaluated_at"]}
+            of_refit = kind == "refit" or (kind in ("skipped", "stop") and refitted[0])
+            known = ("train", "valid", "resume", "stop", "skipped", "refit")
+            return kind in known and (not of_refit or step <= state["step"])
+        last = {**dict.fromkeys(("train", "resume", "stop", "skipped"), state["step"]), "valid": state["evaluated_at"]}
         return bool(step <= last.get(kind, -1))
 
     kept = keep_lines(run_dir / "metrics.jsonl", keep)

@@ -30,15 +30,20 @@ class Start:
     notes: list[str] = field(default_factory=list)
 
 
-def find_start(job: Job, folder: Path) -> Start:
+def find_start(job: Job, folder: Path, *, resumes: bool) -> Start:
     """Returns where the run in this folder starts; says so where it is to resume and has saved nothing. A collective.
+
+    Args:
+        job: the run.
+        folder: its folder.
+        resumes: whether it is to go on from what it saved there.
 
     Raises:
         ValueError: a checkpoint of the run, or the one that `train.init` names, is damaged, belongs to another store or config, or does
             not fit; the same on every rank, before anything changes.
     """
     found, state, notes = None, None, []
-    if job.config.train.resume:
+    if resumes:
         found, state = find_state(job, folder)
         if found is None or state is None:
             job.world.on_first(lambda: print(f"{folder}: no whole checkpoint to resume from; the run starts at its first step", flush=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer
 
 from distrag.batch import RaggedBatch
-from distrag.embedding.boundary import BAD, SQUARES, STOP
+from distrag.embedding.boundary import BAD, SQUARES, STOP, never
 from distrag.parallel import Parallel
 from distrag.problem import problem
 from distrag.training.guard import Guard
@@ -51,7 +51,7 @@ def train_step(
     want_norm: bool = False,
     watch: StepWatch | None = None,
     guard: Guard | None = None,
-    stop: bool = False,
+    stop: Callable[[], bool] = never,
     following: RaggedBatch | None = None,
     micro_batches: int = 1,
     inspect: Callable[[float, float], None] | None = None,
@@ -74,7 +74,7 @@ def train_step(
         want_norm: compute the norm even when neither clipping nor a guard asks for it.
         watch: times the parts of the step, its `begin` already called.
         guard: scales the loss, and lets only finite steps through; None updates whatever comes.
-        stop: this rank was asked to stop.
+        stop: tells whether this rank was asked to stop; asked in the backward.
         following: the batch of the next step; its ids are exchanged while this one computes.
         micro_batches: parts that encoder, head and loss see one after the other; lookups and update are of the whole share.
         inspect: called with the norms of the dense part and of the vectors, once the gradients of an admitted step are there and before

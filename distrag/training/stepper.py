@@ -10,6 +10,7 @@ import torch
 from torchrec.optim.keyed import CombinedOptimizer
 
 from distrag.batch import RaggedBatch
+from distrag.embedding.boundary import never
 from distrag.problem import problem
 from distrag.training.build import Job
 from distrag.training.diagnose import FOLDER, MOST_REPORTS, Report, report_bad_step
@@ -56,7 +57,7 @@ class Stepper:
         longest: int,
         waited_s: Callable[[], float],
         following: RaggedBatch | None = None,
-        stop: bool = False,
+        stop: Callable[[], bool] = never,
     ) -> StepResult:
         """Runs one step and returns what it left.
 
@@ -67,7 +68,7 @@ class Stepper:
             longest: longest history of the step, over all ranks.
             waited_s: tells for how long this rank had waited for its batch, in seconds.
             following: the batch after it, to begin its exchange of ids.
-            stop: this rank was asked to stop.
+            stop: tells whether this rank was asked to stop.
 
         Raises:
             ValueError: the last `train.max_bad_steps` steps all had to be skipped; the same on every rank.
