@@ -1,4 +1,4 @@
-"""The command line: `distrag prepare | stats | plan | verify | train | evaluate | bench | report`.
+"""The command line: `distrag prepare | stats | plan | verify | train | evaluate | bench | export | report`.
 
 Every command imports what it needs when it runs, so that `distrag --help` answers at once.
 """
@@ -23,6 +23,7 @@ COMMANDS = {
     "train": "a config -> a trained, evaluated model in a run directory",
     "evaluate": "the metrics of a run, or of ranking by popularity",
     "bench": "this machine -> ratios against the padded way of working; how even and how quick plans are",
+    "export": "a run -> one file of weights that plain modules load",
     "report": "a run directory -> one page",
 }
 
@@ -241,6 +242,24 @@ def _bench(words: list[str]) -> None:
 
         parser.epilog = "Other benches: " + "; ".join(f"`distrag bench {name}`, {what}" for name, what in BENCHES.items() if name) + "."
     bench(parser, words[1:] if which else words)
+
+
+def _export(words: list[str]) -> None:
+    parser = _parser("export")
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("--out", required=True, metavar="FILE.safetensors", help="the file; a former one is replaced")
+    parser.add_argument(
+        "--checkpoint", choices=("best", "last", "refit"), default="", help="otherwise what was tested: the refit, or the best without one"
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(words)
+    from distrag.export.write import export_run
+
+    told = export_run(args.run, args.out, args.checkpoint)
+    if args.json:
+        print(json.dumps(told))
+    else:
+        print(f"{told['file']}: {told['parameters']:,} parameters, {told['bytes']:,} bytes, of step {told['step']} ({told['checkpoint']})")
 
 
 def _report(words: list[str]) -> None:

@@ -163,6 +163,11 @@ def sizes_of(metadata: Metadata) -> dict[str, Size]:
     return {name: tuple(_stored(metadata, name).size) for name in metadata.state_dict_metadata}
 
 
+def dtypes_of(metadata: Metadata) -> dict[str, torch.dtype]:
+    """Returns the dtype of every tensor of a checkpoint."""
+    return {name: _stored(metadata, name).properties.dtype for name in metadata.state_dict_metadata}
+
+
 def _stored(metadata: Metadata, name: str) -> TensorStorageMetadata:
     stored = metadata.state_dict_metadata[name]
     assert isinstance(stored, TensorStorageMetadata), "read_metadata has refused anything else"
