@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
+from sys import float_info
 from typing import Any, NamedTuple
 
 from distrag.config.sections import RunConfig
@@ -127,12 +128,12 @@ def check_config(config: RunConfig) -> RunConfig:
 
 
 def check_number(value: float, allowed: Range, where: str) -> None:
-    """Refuses a number outside its range, NaN and infinity included.
+    """Refuses a number outside its range, NaN, infinity and what counts as 0 in training (subnormal numbers are flushed) included.
 
     Raises:
         ValueError: naming the key, its value and the range.
     """
-    if value not in allowed:  # NaN is in none
+    if value not in allowed or 0 < abs(value) < float_info.min:  # NaN is in none
         got = "a number of many digits" if isinstance(value, int) and abs(value) > 10**40 else value
         raise problem("A number out of range", got=got, wanted=allowed, where=where, todo=f"set {where} to a number in this range")
 
