@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 from distrag.config.limits import check_config
 from distrag.config.sections import RunConfig
-from distrag.config.types import WrongType, convert, describe, holds_text
+from distrag.data.plain_types import WrongType, convert, describe, holds_text
 from distrag.data.text_file import parse_yaml, read_small
 from distrag.problem import problem
 

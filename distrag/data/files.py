@@ -82,6 +82,10 @@ def parquet_rows(files: Sequence[Path], read_rows: int) -> Rows:
     found: dict[str, tuple[ColumnType, Path]] = {}
     for file in files:
         schema = _open(file).schema_arrow
+        twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+        if twice:
+            todo = "write the file again with each name once"
+            raise problem("Two columns of one name", got=twice, wanted="each once", where=file, todo=todo)
         types = {name: column_type(schema.field(i).type) for i, name in enumerate(schema.names)}
         _merge_types(found, types, file, first=file == files[0])
 
@@ -141,7 +145,7 @@ class _Digest:
 def _open(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         todo = "write or copy the file again, or leave it out of the source"
         raise problem("Not readable as Parquet", got=str(error).split("\n")[0], wanted="a Parquet file", where=file, todo=todo) from error
 
@@ -153,7 +157,7 @@ def _parquet_batches(file: Path, columns: Sequence[str], read_rows: int) -> Iter
             for batch in reader.iter_batches(batch_size=read_rows, columns=list(columns)):
                 yield str(file), first, {name: batch.column(name) for name in columns}
                 first += batch.num_rows
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             where, todo = f"{file}, after row {first}", "write or copy the file again"
             raise problem(
                 "Parquet data is damaged", got=str(error).split("\n")[0], wanted="readable pages", where=where, todo=todo

@@ -24,6 +24,7 @@ from distrag.data.schema import FORMAT_VERSION, SCHEMA_FILE, Schema, load_schema
 from distrag.data.sources import MovieLensConfig, named_rows
 from distrag.data.store import open_store
 from distrag.data.synthetic import SyntheticConfig
+from distrag.data.vocabulary import vocabulary_file
 from distrag.data.write import new_folder, publish
 from distrag.problem import problem
 
@@ -73,21 +74,21 @@ def prepare(
     asked = read_recipe(Path(schema)) if schema is not None else {}
     if schema is not None and source == schema:
         source = _source_of(asked, Path(schema))
-    where = str(schema) if schema is not None else "columns of the source"
+    where = str(schema) if schema is not None else f"columns of {_place_of(source)}"
     roles = {role: name for role, name in (("user", user), ("item", item), ("time", time)) if name is not None}
     rows, defaults = _open_rows(source, asked, roles, header, ml_100k or MovieLensConfig(), synthetic or SyntheticConfig(), read_rows)
     recipe = build_recipe(rows.types, {**defaults, **asked}, where, rows.roles)
     provenance = {**rows.provenance, "recipe": _recipe_facts(recipe)}
-    fingerprint = hashlib.blake2b(json.dumps([FORMAT_VERSION, provenance], sort_keys=True).encode(), digest_size=16).hexdigest()
+    facts = dict(provenance)
     taken = _taken(out)
     if taken and not overwrite:
-        return _kept(out, fingerprint)
+        return _kept(out, facts)
     recipe = _leave_out_strangers(recipe, rows, inferred="history" not in {**defaults, **asked})
     for column, why in recipe.left_out.items():
         _say(f"left out column {column!r}: {why}")
-    provenance |= {"fingerprint": fingerprint, "source": _source_name(source), "left_out": dict(recipe.left_out)}
+    provenance |= {"fingerprint": _fingerprint(facts, FORMAT_VERSION), "source": _source_name(source), "left_out": dict(recipe.left_out)}
     made = _write(out, recipe, rows, provenance, on_unknown, overwrite)
-    return _kept(out, fingerprint) if made is None else made
+    return _kept(out, facts) if made is None else made
 
 
 def _write(out: Path, recipe: Recipe, rows: Rows, provenance: Mapping[str, Any], on_unknown: str, overwrite: bool) -> Schema | None:
@@ -148,6 +149,12 @@ def _source_of(asked: Mapping[str, Any], schema: Path) -> Source:
     return [schema.parent / str(path) for path in paths]
 
 
+def _place_of(source: Source) -> str:
+    if isinstance(source, pa.Table):
+        return "the table in memory"
+    return str(source) if isinstance(source, (str, Path)) else ", ".join(map(str, source[:3])) + (", ..." if len(source) > 3 else "")
+
+
 def _source_name(source: Source) -> Any:
     if isinstance(source, pa.Table):
         return "table in memory"
@@ -158,8 +165,8 @@ def _recipe_facts(recipe: Recipe) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(json.dumps(asdict(replace(recipe, left_out={}))))
     for table in facts["tables"].values():
         if table["vocabulary"] is not None:
-            path = Path(table["vocabulary"])
-            table["vocabulary"] = [path.name, hash_file(path) if path.is_file() else hash_file(path.with_name(path.name.rsplit(":", 1)[0]))]
+            name = Path(table["vocabulary"]).name
+            table["vocabulary"] = [name, hash_file(vocabulary_file(table["vocabulary"])[0])]
     return facts
 
 
@@ -172,8 +179,13 @@ def _taken(out: Path) -> bool:
     return True
 
 
-def _kept(out: Path, fingerprint: str) -> Schema:
-    if load_schema(out / SCHEMA_FILE).provenance.get("fingerprint") != fingerprint:
+def _fingerprint(facts: Mapping[str, Any], version: int) -> str:
+    return hashlib.blake2b(json.dumps([version, facts], sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _kept(out: Path, facts: Mapping[str, Any]) -> Schema:
+    there = load_schema(out / SCHEMA_FILE)
+    if there.provenance.get("fingerprint") != _fingerprint(facts, there.format_version):
         got = "a store of another source, or of other options"
         raise problem(
             "The output folder is taken",

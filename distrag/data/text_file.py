@@ -24,6 +24,7 @@ _PIPE_S = 10
 _FLOAT = "tag:yaml.org,2002:float"
 _INT = "tag:yaml.org,2002:int"
 _DROPPED = (_FLOAT, _INT, "tag:yaml.org,2002:timestamp")
+_TAGS = (None, "!", "tag:yaml.org,2002:str")
 _FLOATS = re.compile(
     r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
 )
@@ -163,6 +164,9 @@ def _check_events(text: str) -> None:
     anchors: dict[str, tuple[int, int] | None] = {}
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1 if event.start_mark else 0
+        tag = getattr(event, "tag", None)
+        if tag not in _TAGS:
+            raise ValueError(f"line {line}: the tag {tag}")
         if isinstance(event, yaml.CollectionStartEvent):
             if stack[-1].is_map and stack[-1].at_key:
                 raise ValueError(f"line {line}: a key that is no text")
@@ -171,6 +175,8 @@ def _check_events(text: str) -> None:
             stack.append(_Open(event.anchor, isinstance(event, yaml.MappingStartEvent)))
             anchors |= {event.anchor: None} if event.anchor else {}
         elif isinstance(event, yaml.ScalarEvent):
+            if len(event.value) > 400 and event.value.strip("+-").isdigit():
+                raise ValueError(f"line {line}: a number of {len(event.value):,} digits")
             _add(stack, 1, 0, line, event.value)
             anchors |= {event.anchor: (1, 0)} if event.anchor else {}
         elif isinstance(event, yaml.AliasEvent):

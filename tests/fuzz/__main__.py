@@ -31,7 +31,9 @@ def main() -> int:
         folder = Path(args.keep or scratch)
         ground = _quietly(folder)
         ready = time.monotonic()
-        for number, case, ended, outcome, why in run_campaign(range(args.first, args.first + args.cases), args.seed, ground, folder, args.kind):
+        for number, case, ended, outcome, why in run_campaign(
+            range(args.first, args.first + args.cases), args.seed, ground, folder, args.kind
+        ):
             tally.counts[case.kind, outcome] += 1
             tally.slowest = max(tally.slowest, ended.seconds)
             if args.verbose or why:
@@ -42,7 +44,9 @@ def main() -> int:
                 if args.verbose:
                     print("\n".join(f"      | {line}" for line in (ended.err + ended.out)[-3000:].splitlines()), flush=True)
     print("\n".join(tally.lines()))
-    print(f"{len(tally.findings)} offenders; slowest case {tally.slowest:.1f} s; {time.monotonic() - ready:.0f} s, {ready - started:.0f} s to get ready")
+    print(
+        f"{len(tally.findings)} offenders; slowest case {tally.slowest:.1f} s; {time.monotonic() - ready:.0f} s, {ready - started:.0f} s to get ready"
+    )
     return 1 if tally.findings else 0
 
 

@@ -57,7 +57,9 @@ class Tally:
         for kind in DRAWS:
             its = [self.counts[kind, outcome] for outcome in outcomes]
             rows.append([kind, *map(str, its), str(sum(its))])
-        rows.append(["all", *(str(sum(self.counts[kind, outcome] for kind in DRAWS)) for outcome in outcomes), str(sum(self.counts.values()))])
+        rows.append(
+            ["all", *(str(sum(self.counts[kind, outcome] for kind in DRAWS)) for outcome in outcomes), str(sum(self.counts.values()))]
+        )
         return ["  ".join(f"{word:>10}" for word in row) for row in rows]
 
 
@@ -73,7 +75,9 @@ def draw_case(number: int, seed: int, ground: Ground, room: Room, kind: str = ""
     return DRAWS[kind or kind_of(number)][0](random.Random(f"{seed}/{number}"), ground, room)
 
 
-def run_case(number: int, seed: int, ground: Ground, folder: Path, kind: str = "", limit_s: float = LIMIT_S) -> tuple[Case, Ended, str, str]:
+def run_case(
+    number: int, seed: int, ground: Ground, folder: Path, kind: str = "", limit_s: float = LIMIT_S
+) -> tuple[Case, Ended, str, str]:
     """Returns a case, how it ended, the outcome, and what is wrong with that; its folder is removed when nothing is."""
     room = Room.make(folder / str(number))
     case = draw_case(number, seed, ground, room, kind)
@@ -88,7 +92,9 @@ def run_case(number: int, seed: int, ground: Ground, folder: Path, kind: str = "
     return case, again if why and again is not None else ended, outcome, why
 
 
-def run_campaign(numbers: Sequence[int], seed: int, ground: Ground, folder: Path, kind: str = "") -> Iterator[tuple[int, Case, Ended, str, str]]:
+def run_campaign(
+    numbers: Sequence[int], seed: int, ground: Ground, folder: Path, kind: str = ""
+) -> Iterator[tuple[int, Case, Ended, str, str]]:
     """Yields every case as it ended."""
     for number in numbers:
         yield number, *run_case(number, seed, ground, folder, kind)

@@ -131,7 +131,9 @@ def _watch_writes(room: Room) -> set[str]:
     def look(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             path, mode, flags = args
-            writes = any(c in mode for c in "wax+") if isinstance(mode, str) else bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            writes = (
+                any(c in mode for c in "wax+") if isinstance(mode, str) else bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            )
             found = [(path, -1)] if writes else []
         else:
             found = [(args[place], args[folder] if folder is not None else -1) for place, folder in _WRITES.get(event, ())]

@@ -115,8 +115,26 @@ def _keeps(key: tuple[str, ...], value: str, run: Path) -> Any:
 
 
 def _unknown_key(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Case:
-    near = r.choice(["max_lenn", "Lr", "lr ", "data.max_len", "__class__", "class_path", "init_args", "éncoder", "", "x" * 3000, "config", "help", "print_config"])
-    key: Any = r.choice([near, near, near, Raw("1"), Raw("null"), Raw("true"), Raw("1.5"), Raw("? [1, 2]\n"), Raw("2020-01-01"), Raw("'\\0'"), Raw('"\\0"')])
+    near = r.choice(
+        [
+            "max_lenn",
+            "Lr",
+            "lr ",
+            "data.max_len",
+            "__class__",
+            "class_path",
+            "init_args",
+            "éncoder",
+            "",
+            "x" * 3000,
+            "config",
+            "help",
+            "print_config",
+        ]
+    )
+    key: Any = r.choice(
+        [near, near, near, Raw("1"), Raw("null"), Raw("true"), Raw("1.5"), Raw("? [1, 2]\n"), Raw("2020-01-01"), Raw("'\\0'"), Raw('"\\0"')]
+    )
     section = r.choice([(), *SECTIONS])
     if isinstance(key, Raw) and key.startswith("?"):
         text = emit_lines(tree) + "? [1, 2]\n: 3\n"
@@ -126,7 +144,14 @@ def _unknown_key(r: random.Random, tree: dict[str, Any], path: Path, room: Room)
     path.write_text(text, encoding="utf-8")
     if section == ("tables", "per_table") or (key == "data.max_len" and not section):
         return _case(r, f"key {key!r}", path, room)
-    return _case(r, f"unknown key {key[:30]!r} in {'.'.join(section)!r}", path, room, expect="refused", names=(str(key)[:20].strip() or path.name, path.name))
+    return _case(
+        r,
+        f"unknown key {key[:30]!r} in {'.'.join(section)!r}",
+        path,
+        room,
+        expect="refused",
+        names=(str(key)[:20].strip() or path.name, path.name),
+    )
 
 
 def _wrong_shape(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Case:
@@ -184,7 +209,9 @@ def _file(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Cas
         "byte order mark": "\ufeff" + good,
         "windows lines": good.replace("\n", "\r\n"),
         "comments": "# é\n" + good + "# end",
-        "anchor": good + "x-none: null\n" if False else good.replace('"dim": 8', '"dim": &d 8').replace('"num_layers": 1', '"num_layers": 1'),
+        "anchor": good + "x-none: null\n"
+        if False
+        else good.replace('"dim": 8', '"dim": &d 8').replace('"num_layers": 1', '"num_layers": 1'),
         "a document mark": "---\n" + good,
     }
     bad = {
@@ -229,7 +256,9 @@ def _file(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Cas
     else:
         path = _special(told, path)
     empty = told in ("empty", "only a comment", "null")  # defaults: no length, no store
-    return _case(r, f"file: {told}", path, room, expect="refused", names=() if empty else ("c.yaml", "empty", "y" * 20, "train.eval_ks", "optim"))
+    return _case(
+        r, f"file: {told}", path, room, expect="refused", names=() if empty else ("c.yaml", "empty", "y" * 20, "train.eval_ks", "optim")
+    )
 
 
 def _special(told: str, path: Path) -> Path:

@@ -80,7 +80,9 @@ def draw_histories(num_users: int, seed: int = 3) -> pa.Table:
             "item_id": [[f"film-{min(r.randint(0, 40), r.randint(0, 40))}" for _ in range(n)] for n in lengths],
             "shop": pa.array([[r.randint(1, 300) for _ in range(n)] for n in lengths], pa.list_(pa.int64())),
             "price": pa.array([[r.random() * 90 for _ in range(n)] for n in lengths], pa.list_(pa.float32())),
-            "timestamp": pa.array([sorted(1_700_000_000 + r.randint(0, 9_000_000) for _ in range(n)) for n in lengths], pa.list_(pa.int64())),
+            "timestamp": pa.array(
+                [sorted(1_700_000_000 + r.randint(0, 9_000_000) for _ in range(n)) for n in lengths], pa.list_(pa.int64())
+            ),
             "city": [r.randint(1, 5) for _ in lengths],
             "age": [r.random() * 60 for _ in lengths],
             "label": [r.randint(0, 1) for _ in lengths],

@@ -66,7 +66,9 @@ def _csv(r: random.Random, ground: Ground, room: Room) -> Case:
         "time is a word": with_time("soon"),
         "time is huge": with_time("9" * 30),
         "time in milliseconds": table([",".join([*line.split(",")[:2], line.split(",")[2] + "000", line.split(",")[3]]) for line in body]),
-        "items are fractions": table([line.replace(line.split(",")[1], "1.5", 1) for line in body[:3]] + body, "user_id,item_id,timestamp,price"),
+        "items are fractions": table(
+            [line.replace(line.split(",")[1], "1.5", 1) for line in body[:3]] + body, "user_id,item_id,timestamp,price"
+        ),
         "a long line": table([*body, "u1," + "9" * 3_000_000 + ",1600000000,1.0"]),
         "a column named by a path": table(body, "user_id,item_id,timestamp,../../x"),
         "a column of a long name": table(body, "user_id,item_id,timestamp," + "y" * 400),
@@ -102,7 +104,16 @@ def _csv(r: random.Random, ground: Ground, room: Room) -> Case:
     if told in good:
         rows = users + {"unicode": 2}.get(told, 0)
         return Case("source", f"csv: {told}", words, "fine", right=_whole(out, None if told == "unicode" else rows))
-    unsure = ("items are fractions", "a column named by a path", "blank lines", "a column with nul", "nul", "no name for a column", "carriage returns only", "a column of a long name")
+    unsure = (
+        "items are fractions",
+        "a column named by a path",
+        "blank lines",
+        "a column with nul",
+        "nul",
+        "no name for a column",
+        "carriage returns only",
+        "a column of a long name",
+    )
     return Case("source", f"csv: {told}", words, "any" if told in unsure else "refused", names=(path.name,), right=_whole(out))
 
 
@@ -149,7 +160,26 @@ def _parquet(r: random.Random, ground: Ground, room: Room) -> Case:
         "text of surrogates": pa.array(["\u202e"] * size),
         "nan": pa.array([float("nan")] * size),
     }
-    name = r.choice(["extra", "item_id", "label", "weight", "timestamp", "user_id", "city", "age", "../x", "", "a\0b", "y" * 300, "history", "item_id:next", "é", "extra"])
+    name = r.choice(
+        [
+            "extra",
+            "item_id",
+            "label",
+            "weight",
+            "timestamp",
+            "user_id",
+            "city",
+            "age",
+            "../x",
+            "",
+            "a\0b",
+            "y" * 300,
+            "history",
+            "item_id:next",
+            "é",
+            "extra",
+        ]
+    )
     how = r.choice(["type", "type", "type", "type", "bytes", "doubled", "empty", "two files", "label"])
     path, out = room.given / "x.parquet", room.out / "store"
     words = ["prepare", str(path), "--out", str(out)]
@@ -160,7 +190,11 @@ def _parquet(r: random.Random, ground: Ground, room: Room) -> Case:
         at = table.column_names.index(name) if name in table.column_names else None
         source = table.set_column(at, name, kinds[kind]) if at is not None else table.append_column(name, kinds[kind])
     elif how == "label":
-        source = table.set_column(table.column_names.index("label"), "label", pa.array(r.choice([[float("nan")] * size, [None] * size, ["x"] * size, [2.0] * size])))
+        source = table.set_column(
+            table.column_names.index("label"),
+            "label",
+            pa.array(r.choice([[float("nan")] * size, [None] * size, ["x"] * size, [2.0] * size])),
+        )
     elif how == "doubled":
         source, expect = table.append_column("item_id", table.column("item_id")), "refused"
     elif how == "empty":
@@ -201,7 +235,22 @@ def _parquet(r: random.Random, ground: Ground, room: Room) -> Case:
 def _archive(r: random.Random, ground: Ground, room: Room) -> Case:
     """Archives for `ml-100k --path`: names that leave the folder, members that lie, bombs."""
     path, out = room.given / "x.zip", room.out / "store"
-    kinds = ["no zip", "empty zip", "half", "other files", "path upwards", "absolute", "link", "encrypted", "wrong sum", "bomb", "folder of that name", "folder", "folder with pipe", "folder with folder"]
+    kinds = [
+        "no zip",
+        "empty zip",
+        "half",
+        "other files",
+        "path upwards",
+        "absolute",
+        "link",
+        "encrypted",
+        "wrong sum",
+        "bomb",
+        "folder of that name",
+        "folder",
+        "folder with pipe",
+        "folder with folder",
+    ]
     kinds += ["odd method", "missing", "pipe", "parquet by name", "parquet by bytes", "folder with link out", "lying size"]
     told = r.choice(kinds)
     memory = io.BytesIO()
@@ -259,7 +308,12 @@ def _archive(r: random.Random, ground: Ground, room: Room) -> Case:
 def _recipe(r: random.Random, ground: Ground, room: Room) -> Case:
     """The schema that a user writes."""
     tree: dict[str, Any] = {
-        "history": {"item_id": "id", "shop": {"kind": "id", "table": "shop"}, "price": {"kind": "number", "transform": "log"}, "timestamp": {"kind": "time", "gap": "log"}},
+        "history": {
+            "item_id": "id",
+            "shop": {"kind": "id", "table": "shop"},
+            "price": {"kind": "number", "transform": "log"},
+            "timestamp": {"kind": "time", "gap": "log"},
+        },
         "context": {"city": {"kind": "id", "num_buckets": 10}, "age": "number"},
         "label": "label",
         "weight": "weight",
@@ -268,18 +322,85 @@ def _recipe(r: random.Random, ground: Ground, room: Room) -> Case:
     }
     feature = r.choice(["item_id", "shop", "price", "timestamp"])
     options = ["name", "column", "kind", "table", "num_buckets", "transform", "gap", "unit", "surprise"]
-    paths = [("history",), ("context",), ("label",), ("weight",), ("key",), ("tables",), ("source",), ("events",), ("surprise",), ("history", feature), ("context", "city")]
-    paths += [("tables", "shop"), ("tables", "shop", "num_buckets"), ("tables", "shop", "vocabulary"), ("events", "user"), ("events", "header"), ("history", "new")]
+    paths = [
+        ("history",),
+        ("context",),
+        ("label",),
+        ("weight",),
+        ("key",),
+        ("tables",),
+        ("source",),
+        ("events",),
+        ("surprise",),
+        ("history", feature),
+        ("context", "city"),
+    ]
+    paths += [
+        ("tables", "shop"),
+        ("tables", "shop", "num_buckets"),
+        ("tables", "shop", "vocabulary"),
+        ("events", "user"),
+        ("events", "header"),
+        ("history", "new"),
+    ]
     path = r.choice([*paths, *(("history", feature, option) for option in options)])
     value: Any = odd(r)
     if r.random() < 0.35:
-        names = ["item_id", "shop", "price", "timestamp", "city", "label", "user_id", "nothing", "../x", "a/b", "y" * 300, "", "a:b", "id", "number", "time", "log", "bucket", "ms"]
-        value = r.choice([r.choice(names), {"kind": r.choice(["id", "number", "time"])}, {"column": r.choice(names)}, [r.choice(names)], {"table": r.choice(names)}, r.choice(names)])
+        names = [
+            "item_id",
+            "shop",
+            "price",
+            "timestamp",
+            "city",
+            "label",
+            "user_id",
+            "nothing",
+            "../x",
+            "a/b",
+            "y" * 300,
+            "",
+            "a:b",
+            "id",
+            "number",
+            "time",
+            "log",
+            "bucket",
+            "ms",
+        ]
+        value = r.choice(
+            [
+                r.choice(names),
+                {"kind": r.choice(["id", "number", "time"])},
+                {"column": r.choice(names)},
+                [r.choice(names)],
+                {"table": r.choice(names)},
+                r.choice(names),
+            ]
+        )
     if len(path) == 3 and path[0] == "history" and not isinstance(tree["history"][feature], dict):
         tree["history"][feature] = {"kind": "id"}
     put(tree, path, value)
     if r.random() < 0.1:
-        new = r.choice(["../../x", "/abs", "a/b", "..", ".", "", "a\0b", "y" * 200, "y" * 400, "é" * 100, "history", "item_id:next", "item_id:gap", "%2e%2e%2f", "CON", "a\nb"])
+        new = r.choice(
+            [
+                "../../x",
+                "/abs",
+                "a/b",
+                "..",
+                ".",
+                "",
+                "a\0b",
+                "y" * 200,
+                "y" * 400,
+                "é" * 100,
+                "history",
+                "item_id:next",
+                "item_id:gap",
+                "%2e%2e%2f",
+                "CON",
+                "a\nb",
+            ]
+        )
         path = ("history", new)
         value = {"kind": "id", "column": "item_id"}
         put(tree, path, value)
@@ -300,8 +421,31 @@ def _vocabulary(r: random.Random, ground: Ground, room: Room) -> Case:
     (folder / "v.arrow").write_bytes(b"ARROW1\0\0")
     pq.write_table(pa.table({"a": [1.5, None], "b": [[1], [2]]}), folder / "v.parquet")
     os.mkfifo(folder / "pipe")
-    name = r.choice(["empty", "odd", "words", "v.arrow", "v.parquet:a", "v.parquet:b", "v.parquet:c", "v.parquet", "nowhere", "nowhere:a", "..", "", "pipe", "/dev/zero", "/etc/passwd"])
+    name = r.choice(
+        [
+            "empty",
+            "odd",
+            "words",
+            "v.arrow",
+            "v.parquet:a",
+            "v.parquet:b",
+            "v.parquet:c",
+            "v.parquet",
+            "nowhere",
+            "nowhere:a",
+            "..",
+            "",
+            "pipe",
+            "/dev/zero",
+            "/etc/passwd",
+        ]
+    )
     table = r.choice(["item_id", "shop"])
     schema, out = folder / "f.yaml", room.out / "store"
     schema.write_text(f"history: {{item_id: id, shop: id}}\ntables: {{{table}: {{vocabulary: {json.dumps(name)}}}}}\n")
-    return Case("source", f"vocabulary {table}: {name}", ["prepare", str(ground.parquet), "--schema", str(schema), "--out", str(out)], right=_whole(out))
+    return Case(
+        "source",
+        f"vocabulary {table}: {name}",
+        ["prepare", str(ground.parquet), "--schema", str(schema), "--out", str(out)],
+        right=_whole(out),
+    )

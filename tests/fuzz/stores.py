@@ -27,7 +27,9 @@ def draw_store(r: random.Random, ground: Ground, room: Room) -> Case:
     """Returns a case of a store."""
     store = room.given / "store"
     shutil.copytree(ground.store, store)
-    change = r.choices([_files, _bytes, _columns, _offsets, _values, _schema, _schema_text, _vocabulary, _harmless], [5, 4, 4, 3, 5, 7, 3, 3, 2])[0]
+    change = r.choices(
+        [_files, _bytes, _columns, _offsets, _values, _schema, _schema_text, _vocabulary, _harmless], [5, 4, 4, 3, 5, 7, 3, 3, 2]
+    )[0]
     told, expect, name = change(r, store)
     words = _command(r, store, ground, room, staged=expect == "refused" and r.random() < 0.2)
     if expect == "any":  # in range: only the hash can tell
@@ -51,13 +53,32 @@ def _command(r: random.Random, store: Path, ground: Ground, room: Room, *, stage
 
 def _files(r: random.Random, store: Path) -> tuple[str, Expect, str]:
     name = r.choice([SAMPLES, SAMPLES, "schema.yaml", "vocab/item_id.arrow", "vocab/shop.arrow", "vocab"])
-    path, how = store / name, r.choice(["missing", "empty", "half", "one byte less", "one byte more", "folder", "dangling link", "link to itself", "pipe", "zeros", "device"])
+    path, how = (
+        store / name,
+        r.choice(
+            [
+                "missing",
+                "empty",
+                "half",
+                "one byte less",
+                "one byte more",
+                "folder",
+                "dangling link",
+                "link to itself",
+                "pipe",
+                "zeros",
+                "device",
+            ]
+        ),
+    )
     content = path.read_bytes() if path.is_file() else b""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     if how in ("empty", "half", "one byte less", "one byte more"):
         if name == "vocab":
             path.write_bytes(b"")
-        path.write_bytes({"empty": b"", "half": content[: len(content) // 2], "one byte less": content[:-1], "one byte more": content + b"\0"}[how])
+        path.write_bytes(
+            {"empty": b"", "half": content[: len(content) // 2], "one byte less": content[:-1], "one byte more": content + b"\0"}[how]
+        )
     elif how == "folder":
         path.mkdir()
     elif how == "dangling link":
@@ -122,7 +143,22 @@ def _read(store: Path) -> pa.RecordBatch:
 
 def _columns(r: random.Random, store: Path) -> tuple[str, Expect, str]:
     batch = _read(store)
-    how = r.choice(["order", "name", "dropped", "more", "type", "nulls", "two batches", "no batch", "stream", "history is no list", "positions in another order", "rows"])
+    how = r.choice(
+        [
+            "order",
+            "name",
+            "dropped",
+            "more",
+            "type",
+            "nulls",
+            "two batches",
+            "no batch",
+            "stream",
+            "history is no list",
+            "positions in another order",
+            "rows",
+        ]
+    )
     names, columns = list(batch.schema.names), list(batch.columns)
     fields = list(batch.schema)
     if how == "order":
@@ -140,7 +176,11 @@ def _columns(r: random.Random, store: Path) -> tuple[str, Expect, str]:
     elif how == "type":
         i = r.randrange(1, len(names))
         kind = r.choice([pa.int8(), pa.float64(), pa.string(), pa.int32(), pa.uint64(), pa.date32()])
-        columns[i] = pa.array([None if kind in (pa.date32(),) else 1] * batch.num_rows, kind) if kind != pa.string() else pa.array(["a"] * batch.num_rows)
+        columns[i] = (
+            pa.array([None if kind in (pa.date32(),) else 1] * batch.num_rows, kind)
+            if kind != pa.string()
+            else pa.array(["a"] * batch.num_rows)
+        )
         fields[i] = pa.field(fields[i].name, kind)
     elif how == "nulls":
         i = r.randrange(1, len(names))
@@ -177,7 +217,14 @@ def _offsets(r: random.Random, store: Path) -> tuple[str, Expect, str]:
     assert raw.count(right) == 1
     i = r.randrange(1, len(offsets) - 1)
     how = r.choice(["falls", "negative", "beyond", "first", "last", "huge"])
-    value = {"falls": int(offsets[i - 1]) - 1, "negative": -5, "beyond": int(offsets[-1]) + 7, "first": 1, "last": int(offsets[-1]) - 1, "huge": 2**62}[how]
+    value = {
+        "falls": int(offsets[i - 1]) - 1,
+        "negative": -5,
+        "beyond": int(offsets[-1]) + 7,
+        "first": 1,
+        "last": int(offsets[-1]) - 1,
+        "huge": 2**62,
+    }[how]
     at = {"first": 0, "last": len(offsets) - 1}.get(how, i)
     if how == "falls" and value < 0:
         value = int(offsets[-1]) + 1
@@ -191,7 +238,9 @@ def _patch(store: Path, name: str, change: Callable[[np.ndarray[Any, Any]], None
     path, batch = store / SAMPLES, _read(store)
     history = batch.column("history")
     kind = history.type.value_type
-    arrays = {kind.field(i).name: history.values.field(i) for i in range(kind.num_fields)} | dict(zip(batch.schema.names[1:], batch.columns[1:], strict=True))
+    arrays = {kind.field(i).name: history.values.field(i) for i in range(kind.num_fields)} | dict(
+        zip(batch.schema.names[1:], batch.columns[1:], strict=True)
+    )
     values = arrays[name].to_numpy().copy()
     raw, right = path.read_bytes(), values.tobytes()
     assert raw.count(right) >= 1, name
@@ -241,14 +290,40 @@ def _schema(r: random.Random, store: Path) -> tuple[str, Expect, str]:
         lines.insert(i + 1, key.replace("- ", "  ") + ": " + value)
     else:
         numeric = re.fullmatch(r"-?[\d.e+-]+", value)
-        new = r.choice(ODD_YAML) if how == "odd" else str(float(value) + 1 if numeric and "." in value else int(value) + 1 if numeric else "x" + value)
+        new = (
+            r.choice(ODD_YAML)
+            if how == "odd"
+            else str(float(value) + 1 if numeric and "." in value else int(value) + 1 if numeric else "x" + value)
+        )
         if how == "other":
-            new = r.choice(["id", "number", "time", "uint8", "float32", "int64", "none", "log", "standard", "bucket", "hashed", "vocabulary", "item_id", "1", "0.0"])
+            new = r.choice(
+                [
+                    "id",
+                    "number",
+                    "time",
+                    "uint8",
+                    "float32",
+                    "int64",
+                    "none",
+                    "log",
+                    "standard",
+                    "bucket",
+                    "hashed",
+                    "vocabulary",
+                    "item_id",
+                    "1",
+                    "0.0",
+                ]
+            )
         if _same(new, value):
             new = "other"
         lines[i] = f"{key}: {new}"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
-    return f"schema.yaml: {key.strip(' -')} {how}: {lines[min(i, len(lines) - 1)].strip()[:60]}", "refused", "schema.yaml" if "num_bytes" not in key else ""
+    return (
+        f"schema.yaml: {key.strip(' -')} {how}: {lines[min(i, len(lines) - 1)].strip()[:60]}",
+        "refused",
+        "schema.yaml" if "num_bytes" not in key else "",
+    )
 
 
 def _same(new: str, value: str) -> bool:
@@ -291,7 +366,9 @@ def _vocabulary(r: random.Random, store: Path) -> tuple[str, Expect, str]:
     path = store / "vocab" / f"{name}.arrow"
     with pa.ipc.open_file(pa.OSFile(str(path))) as reader:
         values = reader.get_batch(0).column(0)
-    how = r.choice(["shorter", "longer", "type", "nulls", "value", "order", "two columns", "two batches", "no batch", "no column", "text of numbers"])
+    how = r.choice(
+        ["shorter", "longer", "type", "nulls", "value", "order", "two columns", "two batches", "no batch", "no column", "text of numbers"]
+    )
     made, expect = values, "refused"
     text = pa.types.is_large_string(values.type)
     if how == "shorter":

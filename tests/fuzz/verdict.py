@@ -8,7 +8,9 @@ from tests.fuzz.case import Case, Ended
 
 PARTS = ("got:", "wanted:", "where:", "to do:")
 _LEAKS = re.compile(r"Warning\b|^\[[WEF]\d{3,}|^[WEF]\d{4} |Exception ignored|^ERROR\b", re.MULTILINE)
-_RAW = re.compile(r"object at 0x|NoneType|has no attribute|not subscriptable|<class '|unhashable|unexpected keyword|positional argument|not iterable")
+_RAW = re.compile(
+    r"object at 0x|NoneType|has no attribute|not subscriptable|<class '|unhashable|unexpected keyword|positional argument|not iterable"
+)
 """What a library says to its own callers: nobody can mend a file by it."""
 
 

@@ -14,10 +14,55 @@ from tests.fuzz.ground import good_config
 from tests.fuzz.values import ODD_YAML, same_meaning, take
 
 NUMBERS = [
-    *("0", "-1", "1", "2", "3", "nan", "inf", "-inf", "1e9", "1e400", "1.5", "", " ", "x", "0x10", "1_0", "١٢", "+3", "--3", "true", "null", "1,2", "[1]"),
+    *(
+        "0",
+        "-1",
+        "1",
+        "2",
+        "3",
+        "nan",
+        "inf",
+        "-inf",
+        "1e9",
+        "1e400",
+        "1.5",
+        "",
+        " ",
+        "x",
+        "0x10",
+        "1_0",
+        "١٢",
+        "+3",
+        "--3",
+        "true",
+        "null",
+        "1,2",
+        "[1]",
+    ),
     *(str(10**12), str(2**31), str(2**63), str(2**64), "9" * 60, "9" * 5000, "-0", "1e-9", "０"),
 ]
-TEXTS = ["", " ", "x", "..", "/", "~", "é", "e\u0301", "\u202e", "\udcff", "a\nb", "\x1b[31m", "y" * 300, "y" * 10_000, "-", "--", "$(id)", "%s%n", "{}", "nowhere"]
+TEXTS = [
+    "",
+    " ",
+    "x",
+    "..",
+    "/",
+    "~",
+    "é",
+    "e\u0301",
+    "\u202e",
+    "\udcff",
+    "a\nb",
+    "\x1b[31m",
+    "y" * 300,
+    "y" * 10_000,
+    "-",
+    "--",
+    "$(id)",
+    "%s%n",
+    "{}",
+    "nowhere",
+]
 
 
 def draw_words(r: random.Random, ground: Ground, room: Room) -> Case:
@@ -30,8 +75,28 @@ def _odd_path(r: random.Random, ground: Ground, room: Room) -> str:
     pipe = room.given / "pipe"
     if not pipe.exists():
         os.mkfifo(pipe)
-    files = ["/dev/null", "/dev/zero", str(ground.csv), str(pipe), str(room.here), "/proc/self/mem", "http://127.0.0.1:9/s", "s3://nowhere/s"]
-    files += ["file:///nowhere", "zip://x::file:///nowhere.zip", "://", "::", "x://y", "memory://s", "\0", "data:,x", "http://[", "file://" + str(ground.store) + "/.."]
+    files = [
+        "/dev/null",
+        "/dev/zero",
+        str(ground.csv),
+        str(pipe),
+        str(room.here),
+        "/proc/self/mem",
+        "http://127.0.0.1:9/s",
+        "s3://nowhere/s",
+    ]
+    files += [
+        "file:///nowhere",
+        "zip://x::file:///nowhere.zip",
+        "://",
+        "::",
+        "x://y",
+        "memory://s",
+        "\0",
+        "data:,x",
+        "http://[",
+        "file://" + str(ground.store) + "/..",
+    ]
     return r.choice([*TEXTS, *files])
 
 
@@ -51,20 +116,84 @@ def _train(r: random.Random, ground: Ground, room: Room) -> Case:
         words += [f"--{key}={value}"] if r.random() < 0.7 else [f"--{key}", value]
         names, right = (key.split(".")[-1], value.strip() or "empty"), _kept(key, value, room.out / "run")
     elif how == "key":
-        word = r.choice(["--", "---", "--=1", "--model=", "--model.", "--.dim=1", "--model..dim=1", "--MODEL.dim=1", "-model.dim=1", "--model.dim+=1", "--data.history+=item_id"])
-        word = r.choice([word, "--no-debug", "--debug=maybe", "--config", "--config=", "--resume=no", "--train.resume", "--help=x", "--print_config=x", "--é=1", "--\udcff=1"])
+        word = r.choice(
+            [
+                "--",
+                "---",
+                "--=1",
+                "--model=",
+                "--model.",
+                "--.dim=1",
+                "--model..dim=1",
+                "--MODEL.dim=1",
+                "-model.dim=1",
+                "--model.dim+=1",
+                "--data.history+=item_id",
+            ]
+        )
+        word = r.choice(
+            [
+                word,
+                "--no-debug",
+                "--debug=maybe",
+                "--config",
+                "--config=",
+                "--resume=no",
+                "--train.resume",
+                "--help=x",
+                "--print_config=x",
+                "--é=1",
+                "--\udcff=1",
+            ]
+        )
         words.append(word)
     elif how == "form":
-        more = [["-c", "x"], ["train"], ["--debug", "maybe"], ["--resume", "true"], ["--model.dim", "--model.dim=4"], ["--", "x"], ["@x"], ["model.dim=4"], ["--model", str(path)]]
-        more += [["--optim", "{lr: 0.1}"], ["--optim={lr: .nan}"], ["--data.split", str(path)], ["--tables.per_table.item_id=row_wise"], ["--tables.per_table.item_id"]]
+        more = [
+            ["-c", "x"],
+            ["train"],
+            ["--debug", "maybe"],
+            ["--resume", "true"],
+            ["--model.dim", "--model.dim=4"],
+            ["--", "x"],
+            ["@x"],
+            ["model.dim=4"],
+            ["--model", str(path)],
+        ]
+        more += [
+            ["--optim", "{lr: 0.1}"],
+            ["--optim={lr: .nan}"],
+            ["--data.split", str(path)],
+            ["--tables.per_table.item_id=row_wise"],
+            ["--tables.per_table.item_id"],
+        ]
         words += r.choice(more)
     elif how == "path":
         key = r.choice(["data.path", "data.path", "data.cache", "train.run_dir"])
         value = _odd_path(r, ground, room)
         words.append(f"--{key}={value}")
     elif how == "list":
-        words.append(r.choice(["--train.eval_ks=5", "--train.eval_ks=5,10", "--train.eval_ks=[5 10]", "--train.eval_ks=[5,10", "--data.history=item_id", "--data.history=item_id,shop"]))
-        words[-1] = r.choice([words[-1], "--optim.betas=0.9", "--optim.betas=(0.9,0.99)", "--model.head_hidden=[]", "--batching.cost=[1,2,3,4]", "--batching.cost=1"])
+        words.append(
+            r.choice(
+                [
+                    "--train.eval_ks=5",
+                    "--train.eval_ks=5,10",
+                    "--train.eval_ks=[5 10]",
+                    "--train.eval_ks=[5,10",
+                    "--data.history=item_id",
+                    "--data.history=item_id,shop",
+                ]
+            )
+        )
+        words[-1] = r.choice(
+            [
+                words[-1],
+                "--optim.betas=0.9",
+                "--optim.betas=(0.9,0.99)",
+                "--model.head_hidden=[]",
+                "--batching.cost=[1,2,3,4]",
+                "--batching.cost=1",
+            ]
+        )
     elif how == "pipe":
         words = [words[0], f"--config={_pipe_of(path)}"]
         expect, right = "any", _kept("model.dim", "8", room.out / "run")
@@ -155,16 +284,42 @@ def _report(r: random.Random, ground: Ground, room: Room) -> Case:
 def _prepare(r: random.Random, ground: Ground, room: Room) -> Case:
     out = str(room.out / "store")
     number = r.choice(NUMBERS)
-    odd_out = r.choice(["", "/dev/null/x", str(ground.csv), "/proc/x", "a" * 300, str(room.out / "a" / "b" / "c"), str(room.out), str(room.out / "\udcff"), str(room.out / "é")])
+    odd_out = r.choice(
+        [
+            "",
+            "/dev/null/x",
+            str(ground.csv),
+            "/proc/x",
+            "a" * 300,
+            str(room.out / "a" / "b" / "c"),
+            str(room.out),
+            str(room.out / "\udcff"),
+            str(room.out / "é"),
+        ]
+    )
     words = r.choice(
         [
-            ["prepare", "synthetic", "--out", out, r.choice(["--num-samples", "--num-items", "--seed"]), number if number != str(10**12) else "5"],
+            [
+                "prepare",
+                "synthetic",
+                "--out",
+                out,
+                r.choice(["--num-samples", "--num-items", "--seed"]),
+                number if number != str(10**12) else "5",
+            ],
             ["prepare", str(ground.csv), "--out", odd_out],
             ["prepare", str(ground.csv)],
             ["prepare", "--out", out],
             ["prepare", "ml-100k", "--out", out, "--path", _odd_path(r, ground, room)],
             ["prepare", str(ground.csv), "--out", out, r.choice(["--user", "--item", "--time"]), r.choice([*TEXTS, "price", "item_id"])],
-            ["prepare", str(ground.csv), "--out", out, "--header", *r.choice([["a"], ["a", "b", "c", "d"], ["user_id", "item_id", "t", "t"], [""], ["user_id"] * 4])],
+            [
+                "prepare",
+                str(ground.csv),
+                "--out",
+                out,
+                "--header",
+                *r.choice([["a"], ["a", "b", "c", "d"], ["user_id", "item_id", "t", "t"], [""], ["user_id"] * 4]),
+            ],
             ["prepare", str(ground.csv), "--out", out, "--schema", _odd_path(r, ground, room)],
             ["prepare", str(ground.csv), str(ground.parquet), "--out", out],
             ["prepare", r.choice([*TEXTS[:-1], "*", "**", "[", "s3://x/y", "http://127.0.0.1:9/x.csv"]), "--out", out],
@@ -177,16 +332,53 @@ def _prepare(r: random.Random, ground: Ground, room: Room) -> Case:
 
 
 def _bench(r: random.Random, ground: Ground, room: Room) -> Case:
-    small = ["--rounds=1", "--seconds=0.01", "--samples=64", "--encoders", "mean", "--batch-sizes", "8", "--num-items=50", "--dim=8", "--max-len=10", "--num-layers=1", "--num-heads=1"]
+    small = [
+        "--rounds=1",
+        "--seconds=0.01",
+        "--samples=64",
+        "--encoders",
+        "mean",
+        "--batch-sizes",
+        "8",
+        "--num-items=50",
+        "--dim=8",
+        "--max-len=10",
+        "--num-layers=1",
+        "--num-heads=1",
+    ]
     number = r.choice(NUMBERS)
-    options = ["rounds", "seconds", "samples", "num-items", "dim", "max-len", "num-layers", "num-heads", "dropout", "threads", "batch-sizes"]
+    options = [
+        "rounds",
+        "seconds",
+        "samples",
+        "num-items",
+        "dim",
+        "max-len",
+        "num-layers",
+        "num-heads",
+        "dropout",
+        "threads",
+        "batch-sizes",
+    ]
     words = r.choice(
         [
             ["bench", *small, f"--{r.choice(options)}={number if number not in ('1e9', str(10**12)) else '-5'}"],
             ["bench", *small, "--json", r.choice(["/nowhere/x.json", str(room.here), "", str(room.out / "x.json")])],
             ["bench", *small, "--data", _odd_path(r, ground, room)],
             ["bench", "--encoders", "x"],
-            ["bench", "plan-balance", "--store", _odd_path(r, ground, room), "--world-sizes", "2", "--samples-a-rank", "4", "--max-steps", "2", "--lengths"],
+            [
+                "bench",
+                "plan-balance",
+                "--store",
+                _odd_path(r, ground, room),
+                "--world-sizes",
+                "2",
+                "--samples-a-rank",
+                "4",
+                "--max-steps",
+                "2",
+                "--lengths",
+            ],
             ["bench", "plan-balance", "--store", str(ground.store), "--world-sizes", number, "--samples-a-rank", "4", "--max-steps", "2"],
             ["bench", "plan-speed", "--samples", r.choice(["0", "x", "-1", "nan", "1.5", ""]), "--lengths", "zipf"],
             ["bench", "plan-sped"],
@@ -198,6 +390,25 @@ def _bench(r: random.Random, ground: Ground, room: Room) -> Case:
 
 
 def _any(r: random.Random, ground: Ground, room: Room) -> Case:
-    command = r.choice(["prepare", "stats", "plan", "train", "evaluate", "report", "bench", "trian", "", "-x", "--", "é", "\udcff", "--debug", "Train", "doctor"])
+    command = r.choice(
+        [
+            "prepare",
+            "stats",
+            "plan",
+            "train",
+            "evaluate",
+            "report",
+            "bench",
+            "trian",
+            "",
+            "-x",
+            "--",
+            "é",
+            "\udcff",
+            "--debug",
+            "Train",
+            "doctor",
+        ]
+    )
     words = [command, *r.choices([*TEXTS[:14], *NUMBERS[:20], "--help", "--json", "--debug", "--version", "-h"], k=r.randint(0, 3))]
     return Case("words", " ".join(words)[:60], words)

@@ -1,8 +1,9 @@
-"""A value as YAML has it becomes the value of a key, or is refused in words: the declared type of the key decides, nothing is guessed."""
+"""A value as YAML has it becomes the value of a field, or is refused in words: the declared type decides, nothing is guessed."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -11,7 +12,7 @@ _EXAMPLES = {int: "[5, 10]", float: "[0.9, 0.99]", str: "[item, price]"}
 
 
 class WrongType(Exception):
-    """A value that its key cannot have."""
+    """A value that its field cannot have."""
 
 
 def convert(value: Any, hint: Any) -> Any:
@@ -21,33 +22,34 @@ def convert(value: Any, hint: Any) -> Any:
 
     Args:
         value: plain, as YAML gives it.
-        hint: int, float, bool, str, a Literal of texts, a list, a tuple or a dict of these, or one of them or None.
+        hint: int, float, bool, str, Any, a Literal of texts, a list, a tuple or a mapping of these, or one of them or None.
 
     Raises:
         WrongType: it is of another kind.
     """
     options = _options(hint)
-    if value is None:
-        if type(None) in options:
-            return None
-        raise WrongType
-    [kind] = [option for option in options if option is not type(None)]
+    if hint is Any or (value is None and type(None) in options):
+        return value
+    kinds = [option for option in options if option is not type(None)]
+    kind = next((kind for kind in kinds if (get_origin(kind) in (list, tuple)) == isinstance(value, list | tuple)), kinds[0])
     origin = get_origin(kind)
     if origin in (list, tuple):
         return _many(value, kind, origin)
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise WrongType
         of_key, of_value = get_args(kind)
         return {convert(key, of_key): convert(item, of_value) for key, item in value.items()}
-    return _one(value, str if origin is Literal else kind)
+    if origin is Literal:
+        if value not in get_args(kind):
+            raise WrongType
+        return value
+    return _one(value, kind)
 
 
 def describe(hint: Any) -> str:
     """Returns a type in words, such as `a whole number or null`."""
-    options = _options(hint)
-    [kind] = [option for option in options if option is not type(None)]
-    return _describe(kind) + (" or null" if type(None) in options else "")
+    return " or ".join("null" if kind is type(None) else _describe(kind) for kind in _options(hint))
 
 
 def holds_text(hint: Any) -> bool:
@@ -85,6 +87,8 @@ def _describe(kind: Any) -> str:
     origin, of = get_origin(kind), get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(map(str, of))}"
+    if origin is Mapping:
+        return "a mapping"
     if origin is dict:
         return f"a mapping of {_MANY[of[0]]} to {_MANY[of[1]]}, such as {{item: row_wise}}"
     if origin in (list, tuple):
