@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,12 +47,12 @@ def find_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     if not isinstance(source, (str, Path)):
         return [path for part in source for path in find_files(part)]
     path = Path(source)
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    pattern = str(path / "**" / "*") if path.is_dir() else str(source)
-    found = sorted(Path(p) for p in glob.glob(pattern, recursive=True))
-    files = [p for p in found if p.is_file() and not p.name.startswith((".", "_"))]
-    if path.is_dir():
+    folder = os.path.isdir(path)
+    found = _walk(path) if folder else sorted(Path(p) for p in glob.glob(str(source), recursive=True))
+    files = [p for p in found if not p.name.startswith((".", "_")) and os.path.isfile(p)]
+    if folder:
         files = [p for p in files if p.name.lower().endswith(PARQUET)] or [p for p in files if p.name.lower().endswith(TEXT)]
     if not files:
         wanted = f"files ending in {', '.join(PARQUET + TEXT)}"
@@ -63,6 +64,27 @@ def find_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
             todo="mend the path or the glob, or name a source: ml-100k, synthetic",
         )
     return files
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Returns what lies in a folder and below it, sorted; a folder that links lead to twice is entered once."""
+    found: list[Path] = []
+    entered: set[tuple[int, int]] = set()
+    for base, folders, files in os.walk(folder, followlinks=True):
+        facts = os.stat(base)
+        if (facts.st_dev, facts.st_ino) in entered:
+            folders.clear()
+            continue
+        entered.add((facts.st_dev, facts.st_ino))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += (Path(base, name) for name in files)
+        if len(found) > _MOST_FILES:
+            todo = "name a folder that holds nothing else, or a glob"
+            raise problem("Too many files in a folder", got=f"over {_MOST_FILES:,}", wanted="a folder of data", where=folder, todo=todo)
+    return sorted(found)
+
+
+_MOST_FILES = 200_000
 
 
 def is_parquet(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -171,9 +172,9 @@ def _recipe_facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def _taken(out: Path) -> bool:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out)):
         return False
-    if not (out / SCHEMA_FILE).is_file():
+    if not os.path.isfile(out / SCHEMA_FILE):
         todo = "give another --out; --overwrite replaces a store and nothing else"
         raise problem("The output folder is taken", got="something that is no prepared store", wanted="a new folder", where=out, todo=todo)
     return True

@@ -191,11 +191,11 @@ def check_name(name: str, where: object) -> None:
 
 
 def save_schema(schema: Schema, path: Path) -> None:
-    """Writes `schema` as YAML, most telling fields first."""
-    text = dump_yaml(_plain(asdict(schema)))
-    path.write_text(
-        "# Written by `distrag prepare`; a store is refused when this was changed or samples.arrow disagrees.\n" + text, encoding="utf-8"
-    )
+    """Writes `schema` as YAML, most telling fields first; what stood there is replaced, a link too."""
+    told = "# Written by `distrag prepare`; a store is refused when this was changed or samples.arrow disagrees.\n"
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(told + dump_yaml(_plain(asdict(schema))), encoding="utf-8")
+    part.replace(path)
 
 
 def load_schema(path: Path) -> Schema:

@@ -149,11 +149,14 @@ def _wrap(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a fresh folder beside `out` that no other process uses; what is left of it at the end is removed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = out.parent / f".{out.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
+    folder = out.parent / f".{out.name[:100]}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
         yield folder
+    except OSError as error:  # of the source nothing is left to raise: its readers say what they cannot read
+        got, todo = error.strerror or str(error), "free some room, or give another folder"
+        raise problem("The store cannot be written", got=got, wanted="a writable folder", where=out, todo=todo) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -164,7 +167,7 @@ def publish(folder: Path, out: Path, *, overwrite: bool) -> bool:
         try:
             folder.rename(out)
         except OSError:
-            if not out.exists():
+            if not os.path.lexists(out):
                 raise
         else:
             return True

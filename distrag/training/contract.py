@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from distrag.checkpoint import write_whole
 from distrag.config import RunConfig
 from distrag.data.schema import Feature, Schema, load_schema, save_schema
 from distrag.data.store import Store
@@ -31,7 +33,7 @@ _MEANING = ("kind", "table", "transform", "mean", "std", "gap")
 def write_contract(store: Store, run_dir: Path) -> None:
     """Writes the store's schema and the hash of each vocabulary into the run directory."""
     save_schema(store.schema, run_dir / SCHEMA)
-    (run_dir / VOCABULARIES).write_text(dump_yaml(hash_vocabularies(store)), encoding="utf-8")
+    write_whole(run_dir / VOCABULARIES, dump_yaml(hash_vocabularies(store)))
 
 
 def hash_vocabularies(store: Store) -> dict[str, str]:
@@ -58,7 +60,7 @@ def read_schema(run_dir: Path) -> Schema:
         ValueError: it is missing or cannot be read.
     """
     path = run_dir / SCHEMA
-    if not path.is_file():
+    if not os.path.isfile(path):
         wanted = "a folder that `distrag train` wrote"
         raise problem("Not a whole run", got=f"no {SCHEMA}", wanted=wanted, where=run_dir, todo="train again")
     return load_schema(path)
@@ -126,7 +128,7 @@ def _check_tables(schema: Schema, store: Store, read: set[str], run_dir: Path) -
             got = f"{other.num_rows} rows, {other.kind}" if other else f"tables {sorted(there)}"
             _refuse(table.name, got, f"{table.num_rows} rows, {table.kind}", store.path)
     path = run_dir / VOCABULARIES
-    wanted = _read_hashes(path) if path.exists() else {}
+    wanted = _read_hashes(path) if os.path.lexists(path) else {}
     found = hash_vocabularies(store)
     for name in sorted(read & {table.name for table in schema.tables if table.kind == "vocabulary"}):
         if found[name] != wanted.get(name):

@@ -132,7 +132,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 def _is_kept(line: str, keep: Callable[[dict[str, Any]], bool]) -> bool:
     try:
         return keep(json.loads(line))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False  # cut, or no line of ours
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from distrag.batching.checks import check_state as check_sampler
 from distrag.checkpoint import has_checkpoint, read_extra
 from distrag.config import RunConfig, to_dict
+from distrag.data.text_file import parse_json, read_small
 from distrag.problem import problem
 from distrag.training.build import Job
 from distrag.training.metrics import SAMPLES, keep_lines
@@ -87,14 +88,11 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        result = None
+    todo = "remove it; the run then goes on from its last checkpoint and tests again"
+    result = parse_json(read_small(path, what="The result", todo=todo), path, what="The result", todo=todo)
     if not isinstance(result, dict):
-        todo = "remove it; the run then goes on from its last checkpoint and tests again"
         raise problem("A result cannot be read", got="no JSON object", wanted="what the run wrote", where=path, todo=todo)
     return result
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from tests.fuzz.campaign import DRAWS, Finding, Tally, run_campaign
+from tests.fuzz.campaign import DRAWS, Finding, Tally, run_campaign, run_on_ranks
+from tests.fuzz.case import Ended
 from tests.fuzz.ground import build_ground
 
 
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=tuple(DRAWS), default="", help="cases of one kind only")
     parser.add_argument("--keep", help="folder for the rooms of offenders")
+    parser.add_argument("--ranks", type=int, default=0, help="so many cases of configs, stores and runs on two real ranks as well")
     parser.add_argument("--verbose", action="store_true", help="print each case, and what offenders printed")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -43,6 +45,16 @@ def main() -> int:
                 print(f"      {why}\n      distrag {json.dumps(case.words)}", flush=True)
                 if args.verbose:
                     print("\n".join(f"      | {line}" for line in (ended.err + ended.out)[-3000:].splitlines()), flush=True)
+        for number in range(args.first, args.first + args.ranks):
+            case, outcome, why, all_ended = run_on_ranks(number, args.seed, ground, folder)
+            tally.counts["two ranks", outcome] += 1
+            if args.verbose or why:
+                print(f"{number:5} {'ranks':7} {outcome:9} {max([0.0, *(e.seconds for e in all_ended)]):5.1f} s  {case.told!r}", flush=True)
+            if why:
+                tally.findings.append(Finding(number, case, outcome, why, all_ended[0] if all_ended else Ended(None, "", why, 0.0)))
+                print(f"      {why}\n      distrag {json.dumps(case.words)}", flush=True)
+                if args.verbose:
+                    print("\n".join(f"      | {line}" for e in all_ended for line in e.err[-2000:].splitlines()), flush=True)
     print("\n".join(tally.lines()))
     print(
         f"{len(tally.findings)} offenders; slowest case {tally.slowest:.1f} s; {time.monotonic() - ready:.0f} s, {ready - started:.0f} s to get ready"

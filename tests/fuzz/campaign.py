@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.fuzz.case import Case, Ended, Ground, Room
 from tests.fuzz.child import run_words
 from tests.fuzz.configs import draw_config
+from tests.fuzz.ranks import judge_ranks
 from tests.fuzz.runs import draw_run
 from tests.fuzz.sources import draw_source
 from tests.fuzz.stores import draw_store
@@ -54,11 +55,15 @@ class Tally:
         """Returns a table of kinds and outcomes."""
         outcomes = sorted({outcome for _, outcome in self.counts})
         rows = [["kind", *outcomes, "all"]]
-        for kind in DRAWS:
+        for kind in [*DRAWS, "two ranks"]:
             its = [self.counts[kind, outcome] for outcome in outcomes]
             rows.append([kind, *map(str, its), str(sum(its))])
         rows.append(
-            ["all", *(str(sum(self.counts[kind, outcome] for kind in DRAWS)) for outcome in outcomes), str(sum(self.counts.values()))]
+            [
+                "all",
+                *(str(sum(self.counts[kind, outcome] for kind in [*DRAWS, "two ranks"])) for outcome in outcomes),
+                str(sum(self.counts.values())),
+            ]
         )
         return ["  ".join(f"{word:>10}" for word in row) for row in rows]
 
@@ -98,6 +103,27 @@ def run_campaign(
     """Yields every case as it ended."""
     for number in numbers:
         yield number, *run_case(number, seed, ground, folder, kind)
+
+
+ON_RANKS = ("config", "store", "run", "config")
+"""Kinds that are drawn for two ranks, in turn: the other commands are of one process."""
+
+
+def run_on_ranks(number: int, seed: int, ground: Ground, folder: Path) -> tuple[Case, str, str, list[Ended]]:
+    """Returns a case, its outcome on two ranks, what is wrong with that, and how each rank ended."""
+    room = Room.make(folder / f"ranks-{number}")
+    draw = DRAWS[ON_RANKS[number % len(ON_RANKS)]][0]
+    cases = (draw(random.Random(f"ranks/{seed}/{number}/{again}"), ground, _emptied(room)) for again in range(100))
+    case = next(case for case in cases if case.words[0] in ("train", "evaluate"))
+    outcome, why, ended = judge_ranks(case, room)
+    if not why:
+        shutil.rmtree(room.out.parent)
+    return case, outcome, why, ended
+
+
+def _emptied(room: Room) -> Room:
+    shutil.rmtree(room.out.parent)
+    return Room.make(room.out.parent)
 
 
 def _print_of(folder: Path) -> str:

@@ -83,7 +83,7 @@ def _child(words: Sequence[str], room: Room, out: Path, err: Path, wrote: Path) 
         sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
         faulthandler.enable(2)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-        _as_a_user_has_it(room)
+        as_a_user_has_it(room)
         outside = _watch_writes(room)
         code = call(words)
         wrote.write_bytes(pickle.dumps(sorted(outside)))
@@ -109,7 +109,7 @@ def call(words: Sequence[str]) -> int:
     return code
 
 
-def _as_a_user_has_it(room: Room) -> None:
+def as_a_user_has_it(room: Room) -> None:
     """Python's own filters of warnings, limits that keep a runaway case from harming others, and temporary files in the room."""
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -126,7 +126,7 @@ def _as_a_user_has_it(room: Room) -> None:
 def _watch_writes(room: Room) -> set[str]:
     """Returns a set that fills with the paths outside `room.out` that Python opens to write, makes, moves or removes."""
     outside: set[str] = set()
-    allowed = (str(room.out.resolve()), "/dev/null", "/dev/shm", "/proc/self")
+    allowed = (str(room.out.resolve()), "/dev/null", "/dev/shm", "/proc")
 
     def look(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
@@ -140,7 +140,13 @@ def _watch_writes(room: Room) -> set[str]:
         for path, folder in found:
             if isinstance(path, str | bytes | os.PathLike):
                 base = os.readlink(f"/proc/self/fd/{folder}") if isinstance(folder, int) and folder >= 0 else ""
-                whole = os.path.realpath(os.path.join(base, os.fsdecode(path)))
+                whole = os.path.join(base, os.fsdecode(path))
+                # What is renamed or removed is the link itself; what is opened is what it leads to.
+                whole = (
+                    os.path.realpath(whole)
+                    if event == "open"
+                    else os.path.join(os.path.realpath(os.path.dirname(whole)), os.path.basename(whole))
+                )
                 if not whole.startswith(allowed) and "/__pycache__" not in whole:
                     outside.add(whole)
 

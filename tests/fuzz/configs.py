@@ -257,7 +257,12 @@ def _file(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Cas
         path = _special(told, path)
     empty = told in ("empty", "only a comment", "null")  # defaults: no length, no store
     return _case(
-        r, f"file: {told}", path, room, expect="refused", names=() if empty else ("c.yaml", "empty", "y" * 20, "train.eval_ks", "optim")
+        r,
+        f"file: {told}",
+        path,
+        room,
+        expect="refused",
+        names=() if empty or told == "empty name" else ("c.yaml", "y" * 20, "train.eval_ks", "optim"),
     )
 
 

@@ -99,7 +99,7 @@ def _edit(r: random.Random, text: str, how: str) -> str:
     lines = text.splitlines()
     if not lines:
         return text
-    i = r.randrange(len(lines))
+    i = r.choice([i for i, line in enumerate(lines) if "cache" not in line and "run_dir" not in line])
     if how == "line gone":
         del lines[i]
     elif how == "line doubled":
