@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def count(word: str) -> int:
-    """Returns a whole number of at least 1, which may be written as `1e6`.
+    """Returns a whole number from 1 to 2^31 - 1, which may be written as `1e6`.
 
     Raises:
         argparse.ArgumentTypeError: for anything else.
@@ -19,8 +19,8 @@ def count(word: str) -> int:
         whole = int(value)
     except (ValueError, OverflowError):
         value, whole = 0.5, 0
-    if whole != value or whole < 1:
-        raise argparse.ArgumentTypeError(f"got {word!r}, wanted a whole number of at least 1")
+    if whole != value or not 1 <= whole < 2**31:
+        raise argparse.ArgumentTypeError(f"got {word!r:.60}, wanted a whole number of at least 1 and below 2^31")
     return whole
 
 

@@ -46,6 +46,7 @@ def find_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     """
     if not isinstance(source, (str, Path)):
         return [path for part in source for path in find_files(part)]
+    check_path(source)
     path = Path(source)
     if os.path.isfile(path):
         return [path]
@@ -64,6 +65,19 @@ def find_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
             todo="mend the path or the glob, or name a source: ml-100k, synthetic",
         )
     return files
+
+
+def check_path(path: str | Path) -> None:
+    """Refuses a path that is empty, or whose name is no UTF-8, which Arrow cannot open.
+
+    Raises:
+        ValueError: it is.
+    """
+    text = str(path)
+    if not text.strip() or "\0" in text or text != text.encode(errors="replace").decode():
+        raise problem(
+            "A path that cannot be used", got=repr(text), wanted="UTF-8 text", where="the command line", todo="rename the file or folder"
+        )
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -91,8 +105,11 @@ def is_parquet(path: Path) -> bool:
     """Returns whether a file is Parquet, by its name or its first four bytes."""
     if path.name.lower().endswith(PARQUET):
         return True
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1"
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError:
+        return False  # whoever reads it next says what is wrong with it
 
 
 def parquet_rows(files: Sequence[Path], read_rows: int) -> Rows:

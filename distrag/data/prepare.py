@@ -17,7 +17,7 @@ import pyarrow as pa
 from distrag.data.building import Building
 from distrag.data.collect import Spool
 from distrag.data.events import event_rows
-from distrag.data.files import Rows, find_files, hash_file, hash_table, is_parquet, parquet_rows, table_rows
+from distrag.data.files import Rows, check_path, find_files, hash_file, hash_table, is_parquet, parquet_rows, table_rows
 from distrag.data.flatten import flatten
 from distrag.data.recipe import Recipe, build_recipe
 from distrag.data.recipe_yaml import read_recipe
@@ -69,6 +69,7 @@ def prepare(
     Raises:
         ValueError: in five parts, when the source, the schema or a value in them cannot be used, or another store stands at `out`.
     """
+    check_path(out)
     out = Path(out)
     if schema is None and isinstance(source, (str, Path)) and str(source).endswith((".yaml", ".yml")):
         schema = source

@@ -146,7 +146,8 @@ def infer_recipe(types: Mapping[str, ColumnType], roles: Mapping[str, str]) -> R
         elif kind.element in ("other", "null") or kind.shape == "null":
             left_out[name] = "holds nothing but nulls" if kind.element == "null" else f"{kind.arrow} is no list or value of numbers or text"
         else:
-            found = FeatureRecipe(name, name, "time" if name == roles.get("time") else infer_kind(name, kind))
+            its_role = {roles.get("time"): "time", roles.get("item"): "id"}
+            found = FeatureRecipe(name, name, its_role.get(name) or infer_kind(name, kind))
             (history if kind.shape == "list" else context).append(found)
     if not history:  # histories that are empty in every row: a store of empty ones, as it is when the type says of what
         empty = [name for name, kind in types.items() if kind.shape == "list" and kind.element == "null"]

@@ -193,7 +193,7 @@ def _read_batch(file: Path) -> pa.RecordBatch:
             batch = reader.get_batch(0) if count == 1 else None
             if batch is not None:
                 batch.validate()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise problem("Not readable as Arrow", got=str(error).split("\n")[0], wanted="an Arrow IPC file", where=file, todo=AGAIN) from error
     if batch is None:
         raise problem("Not one record batch", got=f"{count} record batches", wanted=1, where=file, todo=AGAIN)

@@ -17,7 +17,7 @@ from distrag.problem import problem
 if TYPE_CHECKING:
     from pathlib import Path
 
-_MOST_BYTES = 64 << 20
+MOST_BYTES = 64 << 20
 _MOST_DEPTH = 64
 _MOST_VALUES = 2_000_000
 _PIPE_S = 10
@@ -53,13 +53,14 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def read_small(path: str | Path, *, what: str, todo: str) -> bytes:
+def read_small(path: str | Path, *, what: str, todo: str, most_bytes: int = MOST_BYTES) -> bytes:
     """Returns the content of a file, or of a pipe that someone has written to; waits for nobody.
 
     Args:
         path: the file.
         what: what it is, such as `The config file`.
         todo: for the error.
+        most_bytes: what is longer is no such file.
 
     Raises:
         ValueError: it is missing, a folder or a device, cannot be read, or is far larger than such a file is.
@@ -67,7 +68,7 @@ def read_small(path: str | Path, *, what: str, todo: str) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            content = _drain(descriptor)
+            content = _drain(descriptor, most_bytes)
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:  # ValueError: no file has a name with NUL, and what `_drain` says
@@ -76,7 +77,7 @@ def read_small(path: str | Path, *, what: str, todo: str) -> bytes:
     return content
 
 
-def _drain(descriptor: int) -> bytes:
+def _drain(descriptor: int, most_bytes: int) -> bytes:
     mode = os.fstat(descriptor).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
         raise ValueError("a folder" if stat.S_ISDIR(mode) else "a device or a socket")
@@ -92,8 +93,8 @@ def _drain(descriptor: int) -> bytes:
             break
         parts.append(part)
         size += len(part)
-        if size > _MOST_BYTES:
-            raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
+        if size > most_bytes:
+            raise ValueError(f"more than {most_bytes >> 20} MiB")
     if not size and stat.S_ISFIFO(mode):
         raise ValueError("a pipe that nobody writes to, or that was read before")
     return b"".join(parts)

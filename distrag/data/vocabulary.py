@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distrag.data.flatten import decode, integers, texts
+from distrag.data.flatten import column_type, decode, integers, texts
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -158,7 +158,11 @@ def read_values(spec: str) -> pa.Array:
     if not table.column_names or (column and table.column_names.count(column) != 1):
         got, wanted = column or "no column", f"one of {table.column_names}"
         raise problem("No such column in a vocabulary", got=got, wanted=wanted, where=path, todo=_MEND)
-    return decode(table.column(column or 0))
+    values = decode(table.column(column or 0))
+    found = column_type(values.type)
+    if found.shape == "list" or found.element not in ("int", "float", "text", "null"):
+        raise problem("A vocabulary is no list of ids", got=found.arrow, wanted="whole numbers or texts", where=path, todo=_MEND)
+    return values
 
 
 def vocabulary_file(spec: str) -> tuple[Path, str]:

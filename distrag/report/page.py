@@ -68,7 +68,8 @@ def _read_text(path: Path) -> str:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
-    for number, text in enumerate(read_small(path, what="The metrics of the run", todo=_WRITTEN).splitlines(), 1):
+    content = read_small(path, what="The metrics of the run", todo=_WRITTEN, most_bytes=1 << 40)
+    for number, text in enumerate(content.splitlines(), 1):
         where = f"{path}, line {number}"
         todo = "drop the broken line (a killed run can leave half of one)"
         line = parse_json(text, where, what="A line of the metrics", todo=todo)

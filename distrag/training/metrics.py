@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,8 +12,10 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from distrag.checkpoint import write_whole
+from distrag.data.text_file import read_small
 
 SAMPLES = "samples"
+_MOST_BYTES = 1 << 40
 
 
 class MetricsWriter:
@@ -124,8 +127,9 @@ class SampleLog:
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrites a file of JSON lines, whole or not at all, with the lines that `keep` says; a line that was cut is dropped."""
-    if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_kept(line, keep)]
+    if os.path.lexists(path):
+        content = read_small(path, what="A log of the run", todo="put it back as the run wrote it, or remove it", most_bytes=_MOST_BYTES)
+        kept = [line for line in content.decode("utf-8", errors="replace").split("\n") if _is_kept(line, keep)]
         write_whole(path, "".join(f"{line}\n" for line in kept))
 
 

@@ -36,8 +36,8 @@ def judge_ranks(case: Case, room: Room, world_size: int = 2) -> tuple[str, str, 
 
 
 def _message(ended: Ended) -> str:
-    """Returns what a rank was told; whose error it was is another thing on each."""
-    found = re.search(r"^distrag \w+: .*", ended.err, re.MULTILINE | re.DOTALL)
+    """Returns what a rank was told: the fault, not which of several bad values or devices it met itself."""
+    found = re.search(r"^distrag \w+: .*", ended.err, re.MULTILINE)
     return re.sub(r"rank \d+: ", "", found.group()) if found else ""
 
 

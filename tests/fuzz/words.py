@@ -407,10 +407,9 @@ def _any(r: random.Random, ground: Ground, room: Room) -> Case:
             "--",
             "é",
             "\udcff",
-            "--debug",
             "Train",
             "doctor",
         ]
     )
-    words = [command, *r.choices([*TEXTS[:14], *NUMBERS[:20], "--help", "--json", "--debug", "--version", "-h"], k=r.randint(0, 3))]
+    words = [command, *r.choices([*TEXTS[:14], *NUMBERS[:20], "--help", "--json", "--version", "-h"], k=r.randint(0, 3))]
     return Case("words", " ".join(words)[:60], words)
