@@ -140,16 +140,16 @@ def _read(file: Path, header: Sequence[str] | None, *, as_text: bool) -> pa.Tabl
         raise problem(
             "Not readable as CSV", got=str(error).split("\n")[0], wanted="the same columns in every line", where=file, todo=_CSV
         ) from error
-    binary = [name for name in table.column_names if pa.types.is_binary(table.schema.field(name).type)]
-    if binary:
-        where = f"{file}, column {binary[0]!r}"
-        raise problem("Not readable as CSV", got="bytes that are no UTF-8", wanted="UTF-8 text", where=where, todo=_CSV)
     # Names such as `item_id:token` are the atomic files of RecBole: the part behind the colon is a type.
     plain = [n.split(":")[0] for n in table.column_names]
     twice = sorted({name for name in plain if plain.count(name) > 1})
     if twice:
         where, todo = f"{file}, " + ("--header" if header else "line 1"), "give each column a name of its own"
         raise problem("Two columns of one name", got=twice, wanted="each once", where=where, todo=todo)
+    binary = [name for name in table.column_names if pa.types.is_binary(table.schema.field(name).type)]
+    if binary:
+        where = f"{file}, column {binary[0]!r}"
+        raise problem("Not readable as CSV", got="bytes that are no UTF-8", wanted="UTF-8 text", where=where, todo=_CSV)
     return table.rename_columns(plain)
 
 

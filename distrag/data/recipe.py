@@ -146,7 +146,7 @@ def infer_recipe(types: Mapping[str, ColumnType], roles: Mapping[str, str]) -> R
         elif kind.element in ("other", "null") or kind.shape == "null":
             left_out[name] = "holds nothing but nulls" if kind.element == "null" else f"{kind.arrow} is no list or value of numbers or text"
         else:
-            its_role = {roles.get("time"): "time", roles.get("item"): "id"}
+            its_role: dict[str | None, Kind] = {roles.get("time"): "time", roles.get("item"): "id"}
             found = FeatureRecipe(name, name, its_role.get(name) or infer_kind(name, kind))
             (history if kind.shape == "list" else context).append(found)
     if not history:  # histories that are empty in every row: a store of empty ones, as it is when the type says of what

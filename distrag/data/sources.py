@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pv
 
 from distrag.data.events import group_events
-from distrag.data.files import Rows, is_parquet, parquet_rows, table_rows
+from distrag.data.files import Rows, check_path, is_parquet, parquet_rows, table_rows
 from distrag.data.recipe import FeatureRecipe
 from distrag.data.synthetic import SyntheticConfig, synthetic_rows
 from distrag.data.text_file import read_small
@@ -65,7 +66,9 @@ def movielens_rows(config: MovieLensConfig, read_rows: int) -> Rows:
         ValueError: when the files are not found, cannot be fetched, or are not the known ones.
     """
     path = Path(config.path) if config.path is not None else None
-    if path is not None and path.is_file() and is_parquet(path):
+    if path is not None:
+        check_path(path)
+    if path is not None and os.path.isfile(path) and is_parquet(path):
         return parquet_rows([path], read_rows)
     place = path or fetch_wheel(Path(config.cache) if config.cache is not None else Path.home() / ".cache" / "distrag")
     events = _table(_read(place, _EVENTS, _EVENTS_SHA256), ["user_id", "item_id", "rating", "timestamp"])
@@ -102,7 +105,7 @@ def fetch_wheel(cache: Path) -> Path:
 
 
 def _read(place: Path, names: tuple[str, ...], sha256: str) -> bytes:
-    raw = _read_folder(place, names) if place.is_dir() else _read_archive(place, names) if place.is_file() else None
+    raw = _read_folder(place, names) if os.path.isdir(place) else _read_archive(place, names) if os.path.isfile(place) else None
     if raw is None:
         todo = "give --path a folder or an archive that holds one of them, or leave it out to download"
         raise problem("No ml-100k here", got="no such file", wanted=" or ".join(names), where=place, todo=todo)

@@ -107,6 +107,8 @@ def _keeps(key: tuple[str, ...], value: str, run: Path) -> Any:
         given = yaml.safe_load(f"x: {value}\n")["x"]
         if isinstance(given, str) and given.strip() == "" and kept in ("", None):
             return ""
+        if given is None and key[0] in ("encoder", "loss"):
+            return ""  # the default of the class
         if kept is None or same_meaning(given, kept):  # None: of another encoder or loss
             return ""
         return "" if key == ("debug",) else f"{'.'.join(key)} was {given!r}, and {kept!r} was used"
