@@ -385,11 +385,14 @@ def _evaluate(words: list[str]) -> None:
 
 def _popularity(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from distrag.config import check_ks
+    from distrag.data.checks import check_values
     from distrag.data.store import open_store
     from distrag.evaluate import evaluate_popularity
-    from distrag.world import open_world
+    from distrag.world import agreed, open_world
 
     ks = [5, 10, 20] if args.ks is None else args.ks
     check_ks(ks, "--ks")
     with open_world("cpu") as world:
-        return evaluate_popularity(open_store(args.data), world, args.popularity, ks), world.rank
+        store = agreed(world, lambda: open_store(args.data))
+        agreed(world, lambda: check_values(store, world.rank, world.size))
+        return evaluate_popularity(store, world, args.popularity, ks), world.rank
