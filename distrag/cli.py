@@ -331,11 +331,11 @@ def _verify(words: list[str]) -> None:
     args, overrides = parser.parse_known_args(words)
     from distrag.config import read_config
     from distrag.training.verify import verify
-    from distrag.training.verify_text import describe_verify
+    from distrag.training.verify_text import describe_verify, verify_json
 
     config = read_config(["--config", args.config, *_full(overrides)])
     numbers = verify(config, _sizes(args.world_sizes), steps=args.steps, tolerance=args.tolerance)
-    print(json.dumps(numbers, indent=1) if args.json else describe_verify(numbers))
+    print(verify_json(numbers) if args.json else describe_verify(numbers))
     if not numbers["exact"]:
         raise SystemExit(1)
 

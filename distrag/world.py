@@ -199,6 +199,11 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
     return World(rank, size, local_rank, local_size, chosen)
 
 
+def launched_size() -> int:
+    """Returns how many processes a launcher says it has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _join_others(backend: str, limit: datetime.timedelta) -> None:
     """Starts the process group of several ranks."""
     try:

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
+from distrag.config.inexact import refuse_inexact
 from distrag.config.limits import check_config
 from distrag.config.sections import RunConfig
 from distrag.data.plain_types import WrongType, convert, describe, holds_text
@@ -78,7 +79,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def check_keys(keys: Sequence[str], where: str) -> None:
-    """Refuses a key that does not exist, naming the nearest one that does.
+    """Refuses a key that does not exist, naming the nearest one that does, or why there is none.
 
     Raises:
         ValueError: for the first unknown key.
@@ -87,6 +88,7 @@ def check_keys(keys: Sequence[str], where: str) -> None:
     for key in keys:
         if key in known or key in sections or any(key.startswith(f"{free}.") for free in _FREE):
             continue
+        refuse_inexact(key, where)
         near = _nearest(key, [*known, *sections])
         wanted = f"did you mean {near!r}?" if near else f"a key of {sorted(sections)}"
         raise problem("An unknown config key", got=key, wanted=wanted, where=where, todo=f"correct the key; {_SEE_HELP}")

@@ -17,14 +17,14 @@ import torch
 from distrag.config import RunConfig, check_number, read_config, to_dict
 from distrag.config.limits import INT32, Range
 from distrag.problem import problem
-from distrag.training.build import build_job, build_plain
+from distrag.training.build import Plain, build_job, build_plain
 from distrag.training.checks import check_length
 from distrag.training.local_ranks import run_local_ranks
 from distrag.training.locality import open_run_store
 from distrag.training.plan import Subject, open_subject
 from distrag.training.trace import Array, Difference, compare_states, read_state, save_state, train_steps
 from distrag.training.unsharded import train_unsharded
-from distrag.world import World
+from distrag.world import World, launched_size
 
 MAX_SIZE = 64
 """Ranks that one machine is asked to hold."""
@@ -92,6 +92,9 @@ def verify(
         ValueError: a config, store, number of ranks or device that cannot be trained, before anything starts; or a rank failed.
     """
     run = read_config(config)
+    if launched_size() > 1:
+        todo = "start `distrag verify` as one plain process"
+        raise problem("verify starts its own ranks", got=f"{launched_size()} processes", wanted=1, where="the launcher", todo=todo)
     check_number(steps, Range(1, INT32), "--steps")
     check_number(tolerance, Range(0, 1e6, open_low=True), "--tolerance")
     sizes = _check_sizes(world_sizes)
@@ -192,9 +195,9 @@ def _compare_all(run: RunConfig, subjects: Mapping[int, Subject], device: str, t
         name = f"{size} ranks" if size else f"{_UNSHARDED}, 1 process"
         idle = _idle(subjects[size], run.train.max_steps) if size else 0
         rows.append(_verified(its, one, Verified(name, size or 1, idle, seconds=its.seconds), tolerance))
-    start, end = (read_state(_folder(folder, 0) / name) for name in ("start", "end"))
+    start = read_state(_folder(folder, 0) / "start")
     names = (lambda name: not _is_table(name), _is_table)
-    moved = dict(zip(("dense", "tables"), (compare_states(end, start, takes).largest for takes in names), strict=True))
+    moved = dict(zip(("dense", "tables"), (compare_states(one.states[0], start, takes).largest for takes in names), strict=True))
     return {"losses": one.losses, "moved": moved, "exact": all(row.exact for row in rows), "rows": [asdict(row) for row in rows]}
 
 
@@ -232,13 +235,21 @@ def _rank(world: World, settings: dict[str, Any], place: str, size: int) -> None
     else:
         plain = build_plain(run, open_run_store(run, world)[0], world, None)
         save_state(plain.model, Path(place) / "start", world)
-        try:
-            losses = train_unsharded(run, plain, world.device)
-        except torch.OutOfMemoryError:
-            losses, note = [], "left out: one process cannot hold whole tables with their gradients"
+        losses, note = _try_unsharded(run, plain, world)
         save_state(plain.model, Path(place) / "end", world)
     if world.rank == 0:
         (Path(place) / "answer.json").write_text(json.dumps({"losses": losses, "note": note}))
+
+
+def _try_unsharded(run: RunConfig, plain: Plain, world: World) -> tuple[list[float], str]:
+    """Returns the losses of training without sharding, or none and why it is left out."""
+    if run.tables.optimizer == "adam" and plain.model.tables.sharded is not None:
+        return [], "left out: fused Adam moves only the rows of a step, which no ordinary optimizer does"
+    # weights, gradients and two states of Adam
+    needed = 4 * sum(p.numel() * p.element_size() for p in plain.model.parameters())
+    if needed > world.free_bytes():
+        return [], f"left out: one process would need {needed / 2**30:.3g} GiB for whole tables with their gradients"
+    return train_unsharded(run, plain, world.device), ""
 
 
 def _is_table(name: str) -> bool:
@@ -254,6 +265,9 @@ def _idle(subject: Subject, steps: int) -> int:
 def _verified(its: _Trained, one: _Trained, row: Verified, tolerance: float) -> Verified:
     if its.note:
         return dataclasses.replace(row, note=its.note)
+    if len(its.losses) != len(one.losses):
+        got = f"{len(its.losses)} steps with finite numbers, on 1 rank {len(one.losses)}"
+        return dataclasses.replace(row, exact=False, note=got)
     apart = np.abs(np.subtract(its.losses, one.losses)) / np.maximum(1.0, np.abs(one.losses))
     dense, tables = Difference(), Difference()
     for state in its.states:  # every rank has its own copy of what is replicated

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+from distrag.training.metrics import finite
 
 
 def describe_verify(numbers: dict[str, Any]) -> str:
@@ -20,6 +23,12 @@ def describe_verify(numbers: dict[str, Any]) -> str:
     lines += ["", f"{'':22} {'loss':>9} {'dense':>9} {'tables':>9}  {'idle':>5} {'s':>6}"]
     lines += [_line(row) for row in numbers["rows"]]
     return "\n".join([*lines, "", _verdict(numbers)])
+
+
+def verify_json(numbers: dict[str, Any]) -> str:
+    """Returns the numbers as JSON, which has no NaN."""
+    rows = [{key: finite(value) for key, value in row.items()} for row in numbers["rows"]]
+    return json.dumps({**numbers, "losses": [finite(loss) for loss in numbers["losses"]], "rows": rows}, indent=1)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -124,6 +124,12 @@ def test_what_cannot_be_verified_is_refused_before_anything_starts(
     assert [line.split(":")[0].strip() for line in error.splitlines()[1:5]] == ["got", "wanted", "where", "to do"], error
 
 
+def test_ranks_of_a_launcher_do_not_each_start_ranks(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"(?s)verify starts its own ranks.*2 processes"):
+        verify(config(store, tmp_path / "run"))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_gpus_that_are_not_there_are_asked_for_in_vain(store: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)Not enough GPUs.*0 GPUs.*4, one for each rank"):
