@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,10 @@ from typing import Any
 import yaml
 
 from distrag.config import known_keys
-from tests.fuzz.case import Case, Ended, Ground, Room
+from tests.fuzz.case import Case, Ended, Expect, Ground, Right, Room
+from tests.fuzz.config_files import write_file
 from tests.fuzz.ground import good_config
-from tests.fuzz.values import Raw, emit, emit_lines, leaves, odd, put, same_meaning, take
+from tests.fuzz.values import Raw, each, emit, emit_lines, leaves, odd, put, same_meaning, take
 
 KEYS = [tuple(key.split(".")) for key in known_keys()]
 SECTIONS = sorted({key[:-1] for key in KEYS if len(key) > 1})
@@ -80,23 +79,19 @@ def draw_config(r: random.Random, ground: Ground, room: Room) -> Case:
     return how(r, tree, path, room)
 
 
-def _case(r: random.Random, told: str, path: Path, room: Room, **more: Any) -> Case:
-    plan = r.random() < 0.15
-    words = ["plan", str(path), "--planner-seconds=0"] if plan else ["train", "--config", str(path)]
-    if plan:
-        more["right"] = None
-    return Case("config", told, words, **more)
+def _case(r: random.Random, told: str, path: Path, expect: Expect = "any", names: tuple[str, ...] = (), right: Right | None = None) -> Case:
+    if r.random() < 0.15:
+        return Case("config", told, ["plan", str(path), "--planner-seconds=0"], expect, names)
+    return Case("config", told, ["train", "--config", str(path)], expect, names, right)
 
 
 def _wrong_value(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Case:
-    key = r.choice([k for k in KEYS if k not in (("data", "path"), ("train", "run_dir"), ("data", "cache"))])
-    value = odd(r)
+    key, value = r.choice([k for k in KEYS if k not in (("data", "path"), ("train", "run_dir"), ("data", "cache"))]), odd(r)
     if key in _SLOW and value.isdigit():
         value = Raw("-" + value)
     put(tree, key, value)
     path.write_text(emit_lines(tree), encoding="utf-8", errors="surrogatepass")
-    dotted = ".".join(key)
-    return _case(r, f"{dotted}: {value[:40]}", path, room, names=(key[-1], path.name), right=_keeps(key, value, room.out / "run"))
+    return _case(r, f"{'.'.join(key)}: {value[:40]}", path, "any", (key[-1], path.name), _keeps(key, value, room.out / "run"))
 
 
 def _keeps(key: tuple[str, ...], value: str, run: Path) -> Any:
@@ -116,178 +111,53 @@ def _keeps(key: tuple[str, ...], value: str, run: Path) -> Any:
     return look
 
 
+NEAR = each("max_lenn Lr data.max_len __class__ class_path init_args éncoder config help print_config")
+NO_TEXT = [Raw(text) for text in ("1", "null", "true", "1.5", "2020-01-01", "'\\0'", '"\\0"')]
+
+
 def _unknown_key(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Case:
-    near = r.choice(
-        [
-            "max_lenn",
-            "Lr",
-            "lr ",
-            "data.max_len",
-            "__class__",
-            "class_path",
-            "init_args",
-            "éncoder",
-            "",
-            "x" * 3000,
-            "config",
-            "help",
-            "print_config",
-        ]
-    )
-    key: Any = r.choice(
-        [near, near, near, Raw("1"), Raw("null"), Raw("true"), Raw("1.5"), Raw("? [1, 2]\n"), Raw("2020-01-01"), Raw("'\\0'"), Raw('"\\0"')]
-    )
-    section = r.choice([(), *SECTIONS])
-    if isinstance(key, Raw) and key.startswith("?"):
-        text = emit_lines(tree) + "? [1, 2]\n: 3\n"
-    else:
-        put(tree, (*section, key), r.choice([1, {}, {"a": 1}, None, "x"]))
-        text = emit_lines(tree)
-    path.write_text(text, encoding="utf-8")
+    if r.random() < 0.05:
+        path.write_text(emit_lines(tree) + "? [1, 2]\n: 3\n")
+        return _case(r, "a list as key", path, "refused", (path.name,))
+    key, section = r.choice([*NEAR, "", "lr ", "x" * 3000, *NO_TEXT]), r.choice([(), *SECTIONS])
+    put(tree, (*section, key), r.choice([1, {}, {"a": 1}, None, "x"]))
+    path.write_text(emit_lines(tree), encoding="utf-8")
+    told = f"unknown key {key[:30]!r} in {'.'.join(section)!r}"
     if section == ("tables", "per_table") or (key == "data.max_len" and not section):
-        return _case(r, f"key {key!r}", path, room)
-    return _case(
-        r,
-        f"unknown key {key[:30]!r} in {'.'.join(section)!r}",
-        path,
-        room,
-        expect="refused",
-        names=(str(key)[:20].strip() or path.name, path.name),
-    )
+        return _case(r, told, path)
+    return _case(r, told, path, "refused", (key[:20].strip() or path.name, path.name))
 
 
 def _wrong_shape(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Case:
     how = r.choice(["section as value", "value as section", "flat keys", "doubled key", "doubled section", "list for all", "deeper"])
-    right, expect, names = None, "refused", (path.name,)
+    names: tuple[str, ...] = (path.name,)
     if how == "section as value":
         section = r.choice(SECTIONS)
         put(tree, section, r.choice([Raw("null"), 3, "gru", [1], [{}], Raw("true"), "", str(path)]))
-        names = (section[-1], path.name)
     elif how == "value as section":
-        key = r.choice([k for k in KEYS if k != ("tables", "per_table")])
-        put(tree, key, r.choice([{"value": 1}, {"a": {"b": 2}}, {"": 1}]))
-        names = (key[-1], path.name)
+        put(tree, r.choice([k for k in KEYS if k != ("tables", "per_table")]), r.choice([{"value": 1}, {"a": {"b": 2}}, {"": 1}]))
     elif how == "flat keys":
-        tree = {".".join(map(str, leaf)): take(tree, leaf) for leaf in leaves(tree)}
-        expect = "any"
-        right = _keeps(("model", "dim"), "8", room.out / "run")
-    elif how == "list for all":
-        path.write_text(emit([tree]))
-        return _case(r, how, path, room, expect="refused", names=names)
-    elif how == "deeper":
-        tree = {"config": tree}
-    path.write_text(emit_lines(tree))
-    if how.startswith("doubled"):
-        more = "model: {dim: 16}\n" if how == "doubled section" else "optim: {lr: 0.1, lr: 0.2}\n"
-        path.write_text(emit_lines(tree) + more)
-        names = ("model", "lr") if how == "doubled key" else ("model",)
-    return _case(r, how, path, room, expect=expect, names=names, right=right)  # type: ignore[arg-type]
+        path.write_text(emit_lines({".".join(leaf): take(tree, leaf) for leaf in leaves(tree)}))
+        return _case(r, how, path, "fine", right=_keeps(("model", "dim"), "8", room.out / "run"))
+    more = {"doubled section": "model: {dim: 16}\n", "doubled key": "optim: {lr: 0.1, lr: 0.2}\n"}.get(how, "")
+    path.write_text({"list for all": emit([tree]), "deeper": emit_lines({"config": tree})}.get(how, emit_lines(tree)) + more)
+    return _case(r, how, path, "refused", names)
 
 
 def _combination(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Case:
-    changes = r.sample(sorted(GOOD, key=str), r.randint(1, 6))
     told = []
-    for key in changes:
+    for key in r.sample(sorted(GOOD, key=str), r.randint(1, 6)):
         value = r.choice(GOOD[key])
         put(tree, key, value)
         told.append(f"{'.'.join(key)}={value}")
     path.write_text(emit_lines(tree))
-    return _case(r, " ".join(told), path, room)
-
-
-def _deep(kind: str, depth: int) -> str:
-    return {"list": "[" * depth + "]" * depth, "map": "{a: " * depth + "1" + "}" * depth, "open": "[" * depth}[kind]
-
-
-def _laughs(width: int, depth: int) -> str:
-    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, depth)]
-    return "\n".join(lines) + "\n"
+    return _case(r, " ".join(told), path)
 
 
 def _file(r: random.Random, tree: dict[str, Any], path: Path, room: Room) -> Case:
-    """Files that are no config, or a good one in an odd form."""
-    good = emit_lines(tree)
-    fine = {
-        "byte order mark": "\ufeff" + good,
-        "windows lines": good.replace("\n", "\r\n"),
-        "comments": "# é\n" + good + "# end",
-        "anchor": good + "x-none: null\n"
-        if False
-        else good.replace('"dim": 8', '"dim": &d 8').replace('"num_layers": 1', '"num_layers": 1'),
-        "a document mark": "---\n" + good,
-    }
-    bad = {
-        "empty": "",
-        "only a comment": "# nothing\n",
-        "null": "null\n",
-        "two documents": good + "---\n" + good,
-        "tabs": good + "optim:\n\tlr: 1\n",
-        "not closed": good + "optim: {lr: 1\n",
-        "deep list": good + "optim: " + _deep("list", 20_000) + "\n",
-        "deep map": good + "optim: " + _deep("map", r.choice([40, 5_000])) + "\n",
-        "deep and open": _deep("open", 50_000),
-        "many aliases": good + _laughs(10, 9),
-        "many aliases in a value": _laughs(10, 9).replace("a8:", "train: {eval_ks:").rstrip() + "}\n",
-        "alias to itself": "optim: &o {lr: *o}\n",
-        "list of itself": "train: {eval_ks: &k [1, *k]}\n",
-        "object": good + "debug: !!python/object/apply:os.system ['touch " + str(room.here / "owned") + "']\n",
-        "long line": good + "optim: {lr: " + "1" * 2_000_000 + "}\n",
-        "million keys": good + "".join(f"k{i}: {i}\n" for i in range(30_000)),
-        "a scalar": "abc\n",
-        "a number": "3\n",
-        "control characters": good + "optim: {lr: 1}\x07\n",
-        "nul": good + "\0",
-    }
-    raw = {
-        "latin-1": good.encode() + b"# \xe9\n",
-        "utf-16": good.encode("utf-16"),
-        "random bytes": r.randbytes(500),
-        "gzip": b"\x1f\x8b" + r.randbytes(100),
-        "half of a character": good.encode() + "# é".encode()[:-1],
-    }
-    special = ["folder", "missing", "pipe", "link to itself", "zeros", "long name", "dangling link", "nul in name", "empty name"]
-    kinds = [*fine, *bad, *raw, *special]
-    told = r.choice(kinds)
-    if told in fine:
-        path.write_text(fine[told], newline="")
-        return _case(r, told, path, room, expect="fine", right=_keeps(("model", "dim"), "8", room.out / "run"))
-    if told in bad:
-        path.write_text(bad[told])
-    elif told in raw:
-        path.write_bytes(raw[told])
-    else:
-        path = _special(told, path)
-    empty = told in ("empty", "only a comment", "null")  # defaults: no length, no store
-    return _case(
-        r,
-        f"file: {told}",
-        path,
-        room,
-        expect="refused",
-        names=() if empty or told == "empty name" else ("c.yaml", "y" * 20, "train.eval_ks", "optim"),
-    )
-
-
-def _special(told: str, path: Path) -> Path:
-    if told == "folder":
-        path.mkdir()
-    elif told == "pipe":
-        os.mkfifo(path)
-    elif told == "link to itself":
-        path.symlink_to(path)
-    elif told == "zeros":
-        path.symlink_to("/dev/zero")
-    elif told == "dangling link":
-        path.symlink_to("nowhere")
-    elif told == "long name":
-        return path.with_name("y" * 300)
-    elif told == "nul in name":
-        return Path(str(path) + "\0")
-    elif told == "empty name":
-        return Path("")
-    return path
-
-
-def copy_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy that may be changed."""
-    return copy.deepcopy(tree)
+    told, path, good = write_file(r, emit_lines(tree), path)
+    if good:
+        return _case(r, f"file: {told}", path, "fine", right=_keeps(("model", "dim"), "8", room.out / "run"))
+    # Of a file that says nothing all is default; what is missing first is then told by its key.
+    blank = told in ("empty", "only a comment", "null", "empty name")
+    return _case(r, f"file: {told}", path, "refused", () if blank else ("c.yaml", "y" * 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,8 @@ def build_ground(folder: Path) -> Ground:
 
 def _warm_up(ground: Ground, folder: Path) -> None:
     """Imports and compiles what the other commands need, so that no case pays for it."""
-    import distrag.bench.balance
-    import distrag.bench.command
-    import distrag.bench.ranks
-    import distrag.bench.speed
-    import distrag.report.page
-    import distrag.training.calibrate
-    import distrag.training.memory
-    import distrag.training.plan_text  # noqa: F401
-
+    for name in ("bench.balance", "bench.command", "bench.ranks", "bench.speed", "report.page", "training.calibrate", "training.memory"):
+        importlib.import_module(f"distrag.{name}")
     for words in (
         ["stats", str(ground.store), "--verify", "--json"],
         ["plan", str(ground.run / "config.yaml"), "--json"],

@@ -8,6 +8,11 @@ import random
 from typing import Any
 
 
+def each(words: str) -> list[str]:
+    """Returns the words of a text."""
+    return words.split()
+
+
 class Raw(str):
     """A piece of YAML that is written as it is."""
 
