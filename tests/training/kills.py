@@ -31,7 +31,7 @@ PER_RANK = {"batching__global_tokens": None, "batching__max_tokens": 40}
 Launch = Callable[[dict[str, Any], int, Callable[[], bool], int], bool]
 
 
-def launch_torchrun(sections: dict[str, Any], world_size: int, is_time: Callable[[], bool], victim: int) -> bool:
+def launch_torchrun(sections: dict[str, Any], world_size: int, is_time: Callable[[], bool], victim: int, *options: str) -> bool:
     """Trains under torchrun until `is_time()`, then kills the agent and every rank, `victim` first; returns whether it was killed."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(sections, file)
@@ -41,6 +41,7 @@ def launch_torchrun(sections: dict[str, Any], world_size: int, is_time: Callable
             "torch.distributed.run",
             "--standalone",
             f"--nproc-per-node={world_size}",
+            *options,
             "-m",
             "distrag",
             "train",
@@ -59,10 +60,9 @@ def launch_torchrun(sections: dict[str, Any], world_size: int, is_time: Callable
                 os.kill(pid, signal.SIGKILL)
             agent.communicate()
             return True
+        told = agent.communicate()[1]
         if agent.returncode:
-            raise RuntimeError(
-                f"torchrun ended with {agent.returncode}:\n{(agent.stderr.read() if agent.stderr else b'').decode()[-4000:]}"
-            )
+            raise RuntimeError(f"torchrun ended with {agent.returncode}:\n{told.decode()[-4000:]}")
         return False
 
 
