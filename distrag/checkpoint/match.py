@@ -47,6 +47,8 @@ def match(saved: Mapping[str, Size], parallel: Parallel, optimizer: Any | None) 
             slots = _slots(name, kind, wanted[f"model.{name}"])
             kinds = states.get(name, {})
             there = {slot: saved[slot] for slot in slots if slot in saved}
+            if model.get(f"model.{name}") != wanted[f"model.{name}"]:
+                continue  # said already
             if kind in kinds:
                 differences += [_line(slot, there.get(slot), size) for slot, size in slots.items() if there.get(slot) != size]
                 names |= slots.keys()
@@ -72,7 +74,7 @@ def _slots(name: str, kind: str, size: Size) -> dict[str, Size]:
 
 def _line(name: str, saved: Size | None, wanted: Size | None) -> str:
     shown = ["nothing" if size is None else list(size) for size in (saved, wanted)]
-    return f"{name}: saved {shown[0]}, wanted {shown[1]}"
+    return f"{name.removeprefix('model.')}: saved {shown[0]}, wanted {shown[1]}"
 
 
 def check_match(found: Match, where: Path, todo: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -62,7 +63,8 @@ def export_run(run_dir: str | Path, out: str | Path, checkpoint: str = "") -> di
             os.fsync(file.fileno())
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         where = error.filename or path
         todo = "free or unlock the path, or give another --out"
         raise problem("The export cannot be written", got=error.strerror, wanted="a writable place", where=where, todo=todo) from None

@@ -25,7 +25,7 @@ from distrag.training.stepper import Stepper, with_following
 from distrag.training.timing import Clock, RankTimes, Tally, by_rank
 
 LOWER_IS_BETTER = ("log_loss", "ne")
-_LAST_S = 5.0
+_LAST_S = 3.0
 """What a save under way is given when the run ends in an error, which other ranks wait to see."""
 _HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at")
 """Attributes that a checkpoint holds: all of a fit that is over, but for its losses, which metrics.jsonl has."""
@@ -190,6 +190,7 @@ class Fit:
         """
         if saves:
             self._save()
+            self.checkpoints.wait()
         raise self.interrupt.leave(self.world, self.writer, self.phase, self.step, self.num_steps, self.epoch)
 
     def pause(self, *, saves: bool = True) -> None:

@@ -71,8 +71,9 @@ def test_plain_modules_give_the_numbers_of_the_sharded_model(runs: Path, tmp_pat
     settings = read_config(sections(runs / "store", tmp_path / "run", task))
     store = open_store(runs / "store")
     collate, views = Collate(store, settings.data, task=task), build_run_views(settings, store, (1.0, 0.0, 0.0))
+    scored = run_ranks(score, 2)
     with torch.no_grad():
-        for rank, (wanted, tables) in enumerate(run_ranks(score, 2)):
+        for rank, (wanted, tables) in enumerate(scored):
             batch = collate(views["test"], np.arange(7) + 3 * rank, training=False)
             found = model.query(batch) if task == "next_item" else model.predict(batch)
             np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=1e-6)

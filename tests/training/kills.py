@@ -42,7 +42,7 @@ Moment = Callable[[], bool]
 Launch = Callable[[dict[str, Any], int, Moment, int, str], bool]
 
 
-def launch_torchrun(sections: dict[str, Any], world_size: int, is_time: Moment, victim: int, how: str) -> bool:
+def launch_torchrun(sections: dict[str, Any], world_size: int, is_time: Moment, victim: int, how: str, *options: str) -> bool:
     """Trains under torchrun until `is_time()`; returns whether the run was ended then.
 
     Args:
@@ -51,11 +51,12 @@ def launch_torchrun(sections: dict[str, Any], world_size: int, is_time: Moment, 
         is_time: whether to end it.
         victim: the rank that is killed first.
         how: `kill` kills every rank and the agent with signal 9, `term` sends the agent a SIGTERM, as a scheduler does.
+        *options: of torchrun.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(sections, file)
         file.flush()
-        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m", "distrag"]
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", *options, "-m", "distrag"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         agent = subprocess.Popen(
             [sys.executable, *words, "train", "--config", file.name],
