@@ -14,7 +14,8 @@ import torch
 from distrag.problem import problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torchrec import KeyedJaggedTensor
 
@@ -80,6 +81,48 @@ class RaggedBatch:
         """Keeps the memory of every tensor alive until `stream` has used it."""
         self._each(lambda t: t.record_stream(stream) or t)
 
+    def cut(self, bounds: Sequence[int], shared: str = "") -> list[Part]:
+        """Returns the batch in parts of neighbouring samples, and where each key of a part lies in the values of the whole.
+
+        Args:
+            bounds: first sample of each part, and `B` at the end; rising.
+            shared: key whose ids belong to the step and not to a sample: every part has all of them.
+        """
+        keys = list(self.ids.keys())
+        offsets = torch.stack([torch.nn.functional.pad(self.ids[key].lengths().cumsum(0), (1, 0)) for key in keys])
+        edges = offsets[:, list(bounds)].tolist()
+        starts = self.offsets[list(bounds)].tolist()
+        return [
+            self._part(bounds[p : p + 2], starts[p : p + 2], [edge[p : p + 2] for edge in edges], shared) for p in range(len(bounds) - 1)
+        ]
+
+    def _part(self, samples: Sequence[int], positions: Sequence[int], edges: list[list[int]], shared: str) -> Part:
+        from torchrec import KeyedJaggedTensor
+
+        keys, rows, along = list(self.ids.keys()), slice(*samples), slice(*positions)
+        where = {key: slice(None) if key == shared else slice(*edge) for key, edge in zip(keys, edges, strict=True)}
+        lengths = {key: self.ids[key].lengths()[rows] for key in keys}
+        if shared:
+            lengths[shared] = torch.zeros_like(lengths[shared])
+            lengths[shared][0] = len(self.ids[shared].values())
+        ids = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([self.ids[key].values()[where[key]] for key in keys]),
+            lengths=torch.cat([lengths[key] for key in keys]),
+            stride=samples[1] - samples[0],
+        )
+        part = replace(
+            self,
+            ids=ids,
+            offsets=self.offsets[samples[0] : samples[1] + 1] - positions[0],
+            numbers=self.numbers[along],
+            context=self.context[rows],
+            labels=self.labels[rows],
+            weights=self.weights[rows],
+            samples=self.samples[rows],
+        )
+        return Part(part, where)
+
     def check(self, table_rows: Mapping[str, int] | None = None) -> None:
         """Verifies every invariant; debug mode calls it for each batch.
 
@@ -94,6 +137,37 @@ class RaggedBatch:
         _check_finite(self)
         _check_weights(self)
         _check_ids(self, table_rows or {})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some neighbouring samples of a batch.
+
+    Attributes:
+        batch: they as a batch of their own.
+        where: key -> its slice of the key's values in the whole batch.
+    """
+
+    batch: RaggedBatch
+    where: dict[str, slice]
+
+
+def save_batch(batch: RaggedBatch, path: Path) -> None:
+    """Writes a batch to a file that `load_batch` reads, and `torch.load(weights_only=True)` too: plain tensors and numbers."""
+    flat = {f.name: getattr(batch, f.name) for f in fields(batch)[1:]}
+    ids = {key: (batch.ids[key].values(), batch.ids[key].lengths()) for key in batch.ids.keys()}  # noqa: SIM118 - no mapping
+    torch.save({"ids": ids, **flat}, path)
+
+
+def load_batch(path: Path | str) -> RaggedBatch:
+    """Returns the batch that `save_batch` wrote, on the CPU."""
+    from torchrec import KeyedJaggedTensor
+
+    flat = torch.load(path, map_location="cpu", weights_only=True)
+    ids = flat.pop("ids")
+    values, lengths = (torch.cat([pair[k] for pair in ids.values()]) for k in (0, 1))
+    stride = len(flat["samples"])
+    return RaggedBatch(KeyedJaggedTensor(keys=list(ids), values=values, lengths=lengths, stride=stride), **flat)
 
 
 def _check_shapes(batch: RaggedBatch) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `distrag prepare | stats | plan | verify | train | evaluate | bench | report`.
+"""The command line: `distrag prepare | stats | plan | verify | train | evaluate | bench | export | report`.
 
 Every command imports what it needs when it runs, so that `distrag --help` answers at once.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 COMMANDS = {
     "prepare": "files of histories or events -> a store",
@@ -19,12 +23,16 @@ COMMANDS = {
     "train": "a config -> a trained, evaluated model in a run directory",
     "evaluate": "the metrics of a run, or of ranking by popularity",
     "bench": "this machine -> ratios against the padded way of working; how even and how quick plans are",
+    "export": "a run -> one file of weights that plain modules load",
     "report": "a run directory -> one page",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command; a fault of input ends in one clear message and exit code 2, with `--debug` in its traceback."""
+    """Runs one command; a fault of input ends in one clear message and exit code 2, with `--debug` in its traceback.
+
+    Ctrl-C ends it with 130 and SIGTERM with 143; `train` saves first, and then ends with 130 or 75.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(_help())
@@ -35,18 +43,85 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(__version__)
         return
     command = _command(words[0])
-    try:
-        command(words[1:])
-    except ValueError as error:
-        if _debugs(words):
+    with _stoppable(75 if words[0] == "train" else 143) as stopped:
+        try:
+            command(words[1:])
+        except Exception as error:
+            if stopped:  # an import that is interrupted may make another error of it
+                raise SystemExit(stopped[0]) from None
+            _fail(words, error)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+        except SystemExit as end:
+            if said := getattr(end, "said", ""):
+                print(f"distrag {words[0]}: {said}", file=sys.stderr)
             raise
-        print(f"distrag {words[0]}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+
+
+def run() -> None:
+    """Is the process of the command line: does what `main` does, and leaves at once where it failed.
+
+    Taking torch down lasts seconds, in which the other ranks of a failed run would wait for this one.
+    """
+    try:
+        main()
+        return
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    if not code:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _fail(words: Sequence[str], error: Exception) -> NoReturn:
+    """Ends the process as an error of a command asks for."""
+    if isinstance(error, BrokenPipeError):  # whoever read the output has gone, as `head` does
         sys.stdout = None
         raise SystemExit(141) from None
+    from distrag.leaving import RanksFailed
+
+    is_lost = isinstance(error, RanksFailed)
+    if _debugs(words) or not (is_lost or isinstance(error, ValueError)):
+        raise error
+    print(f"distrag {words[0]}: {error}", file=sys.stderr)
+    raise SystemExit(1 if is_lost else 2) from None
+
+
+@contextmanager
+def _stoppable(code: int) -> Iterator[list[int]]:
+    """Makes Ctrl-C and SIGTERM end the block in order, and a second Ctrl-C end the process at once.
+
+    Args:
+        code: the exit code after a SIGTERM; after Ctrl-C it is 130.
+
+    Returns:
+        The exit code, once there is one.
+    """
+    stopped: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        stopped.append(130 if number == signal.SIGINT else code)
+        if len(stopped) == 1:
+            raise SystemExit(stopped[0])
+
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    changed = [number for number, old in former.items() if old in (signal.SIG_DFL, signal.default_int_handler)]
+    changed = changed if threading.current_thread() is threading.main_thread() else []
+    for number in changed:
+        signal.signal(number, end)
+    try:
+        yield stopped
+    finally:
+        for number in changed:
+            if not stopped:  # else the process ends, and another Ctrl-C should not meet Python's own handler
+                signal.signal(number, former[number])
 
 
 def _debugs(words: Sequence[str]) -> bool:
@@ -146,6 +221,7 @@ BENCHES = {
     "": "whole training steps against the padded way of working",
     "plan-balance": "how even planned steps are over the ranks, beside a random deal and balancing after loading",
     "plan-speed": "seconds and memory of planning an epoch, beside other samplers",
+    "safety": "what the checks of a training step cost",
     "ranks": "under torchrun: the ranks' measured imbalance, by the plan and by a plain DistributedSampler",
 }
 
@@ -159,11 +235,31 @@ def _bench(words: list[str]) -> None:
         from distrag.bench.speed import bench
     elif which == "ranks":
         from distrag.bench.ranks import bench
+    elif which == "safety":
+        from distrag.bench.safety import bench
     else:
         from distrag.bench.command import bench
 
         parser.epilog = "Other benches: " + "; ".join(f"`distrag bench {name}`, {what}" for name, what in BENCHES.items() if name) + "."
     bench(parser, words[1:] if which else words)
+
+
+def _export(words: list[str]) -> None:
+    parser = _parser("export")
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("--out", required=True, metavar="FILE.safetensors", help="the file; a former one is replaced")
+    parser.add_argument(
+        "--checkpoint", choices=("best", "last", "refit"), default="", help="otherwise what was tested: the refit, or the best without one"
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(words)
+    from distrag.export.write import export_run
+
+    told = export_run(args.run, args.out, args.checkpoint)
+    if args.json:
+        print(json.dumps(told))
+    else:
+        print(f"{told['file']}: {told['parameters']:,} parameters, {told['bytes']:,} bytes, of step {told['step']} ({told['checkpoint']})")
 
 
 def _report(words: list[str]) -> None:
@@ -289,11 +385,14 @@ def _evaluate(words: list[str]) -> None:
 
 def _popularity(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from distrag.config import check_ks
+    from distrag.data.checks import check_values
     from distrag.data.store import open_store
     from distrag.evaluate import evaluate_popularity
-    from distrag.world import open_world
+    from distrag.world import agreed, open_world
 
     ks = [5, 10, 20] if args.ks is None else args.ks
     check_ks(ks, "--ks")
     with open_world("cpu") as world:
-        return evaluate_popularity(open_store(args.data), world, args.popularity, ks), world.rank
+        store = agreed(world, lambda: open_store(args.data))
+        agreed(world, lambda: check_values(store, world.rank, world.size))
+        return evaluate_popularity(store, world, args.popularity, ks), world.rank

@@ -98,14 +98,19 @@ class SequenceModel(nn.Module):
         elif context_width:
             self.context = nn.Linear(context_width, D)
 
-    def forward(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss of this rank's batch as a sum and what that sum is to be divided by, float32 `[]` each."""
-        vectors = self.tables(batch.ids)
+    def forward(self, batch: RaggedBatch, found: dict[str, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss of this rank's batch as a sum and what that sum is to be divided by, float32 `[]` each.
+
+        Args:
+            batch: this rank's share of a step, or a part of it.
+            found: vectors of the sharded keys of that part, where the whole share has been looked up before.
+        """
+        vectors = self.tables(batch.ids, found)
         if self.inputs.task == "conversion":
-            result = self.loss(ConversionTargets(self._logits(batch, vectors), batch.labels, batch.weights))
+            total, count = self.loss(ConversionTargets(self._logits(batch, vectors), batch.labels, batch.weights))
         else:
-            result = self.loss(self._next_items(batch, vectors))
-        return result  # type: ignore[no-any-return]
+            total, count = self.loss(self._next_items(batch, vectors))
+        return self.tables.boundary.close(total), count
 
     def predict(self, batch: RaggedBatch) -> torch.Tensor:
         """Returns one logit per sample, float32 `[B]` (conversion)."""

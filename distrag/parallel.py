@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import BoundsCheckMode, ShardingEnv, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -31,11 +34,33 @@ class Parallel:
         model: the DistributedModelParallel; call it with a RaggedBatch.
         plain: the module inside it, for `predict` and `query`.
         dense: parameters of the dense part and of replicated tables, by name.
+        table_optimizer: name of the sharded tables' optimizer.
     """
 
     model: DistributedModelParallel
     plain: SequenceModel
     dense: dict[str, nn.Parameter]
+    table_optimizer: str
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which gradients of the dense part are summed on this rank and not over the ranks."""
+        return self.model._dmp_wrapped_module.no_sync()  # type: ignore[no-any-return]
+
+    def set_updates(self, number: int) -> None:
+        """Tells fused optimizers how many steps the tables have taken. FBGEMM counts lookups, those of evaluations and skipped steps too.
+
+        Only Adam (CUDA) reads it, to correct its moments.
+        """
+        for group in self._counting:
+            group.iter_cpu.fill_(number)
+            group.iter.fill_(number)
+
+    @cached_property
+    def _counting(self) -> list[Any]:
+        # TorchRec keeps its lookups in a plain list, out of sight of modules()
+        lookups = [lookup for module in self.model.modules() for lookup in getattr(module, "_lookups", [])]
+        groups = [module for lookup in lookups for module in lookup.modules() if hasattr(module, "iter_cpu")]
+        return [group for group in groups if getattr(group.optimizer, "name", "") == "ADAM"]
 
     def item_shards(self, table: str) -> list[tuple[int, int, torch.Tensor]]:
         """Returns this rank's pieces of a table: (first row, first column, float32 `[rows, columns]`)."""
@@ -75,8 +100,9 @@ def build_parallel(
         replace_cpu_kernels(dmp, tables.optimizer)
         if world.size == 1 and direct:
             skip_exchange(dmp)
-    dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
-    return Parallel(dmp, dmp.module, dense)
+    flags = dmp.module.tables.boundary.flags
+    dense = {name: parameter for name, parameter in in_backward_optimizer_filter(dmp.named_parameters()) if parameter is not flags}
+    return Parallel(dmp, dmp.module, dense, tables.optimizer)
 
 
 def distribute(model: nn.Module, plan: ShardingPlan, device: torch.device) -> DistributedModelParallel:
@@ -93,4 +119,6 @@ def distribute(model: nn.Module, plan: ShardingPlan, device: torch.device) -> Di
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)  # TorchRec's call, not ours
-        return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=[sharder])
+        # A static graph, TorchRec's choice, would forbid a first step in several parts.
+        dense = DefaultDataParallelWrapper(static_graph=False)
+        return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=[sharder], data_parallel_wrapper=dense)

@@ -1,16 +1,23 @@
 """The world of ranks: who am I, where is my device, and the few collectives that rooms are given.
 
-One process is a world of size 1: a process group always exists, over an in-memory store when torchrun did not start us.
-This is the only file that reads the environment.
+One process is a world of size 1: a process group always exists, over an in-memory store when torchrun did not start us. In an open world
+a rank that fails or dies ends the others soon, with an error that names it. This is the only file that reads the environment.
 """
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import datetime
 import os
+import signal
+import socket
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +25,24 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from distrag.leaving import RanksFailed, Stopped, leaving_error, verdict_error
+from distrag.peers import Peers, Verdict
 from distrag.problem import problem
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What started the ranks, so that a second start by the same torchrun or Slurm job can be told from another run.
+
+    Attributes:
+        names: torchrun agents and Slurm jobs of all ranks, to be written down.
+        again: those of `names` under which this start is a later one, if they were written down before.
+    """
+
+    names: frozenset[str] = frozenset()
+    again: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,8 @@ class World:
         local_size: number of processes on its host.
         device: where this rank computes.
         started_here: whether `start_world` started the process group, and `end_world` therefore ends it.
+        peers: who of the ranks lives; in a world of one rank, and in one that was not opened, it watches nobody.
+        launch: what started the ranks; nothing in a world that was not opened.
     """
 
     rank: int
@@ -42,6 +66,8 @@ class World:
     local_size: int
     device: torch.device
     started_here: bool = True
+    peers: Peers = field(default_factory=lambda: Peers(0, [socket.gethostname()]), compare=False, repr=False)
+    launch: Launch = Launch()
 
     def free_bytes(self) -> int:
         """Returns how many bytes the device (its host, on CPU) has free; the smallest answer of all ranks."""
@@ -152,6 +178,7 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
 
     Raises:
         ValueError: CUDA was asked for and there is none, or there are fewer GPUs than local ranks.
+        RanksFailed: not all ranks came in time.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     _check_launch(size)
@@ -164,7 +191,8 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout_s)
     if size > 1:
-        dist.init_process_group(backend, timeout=limit)
+        _end_with_agent()
+        _join_others(backend, limit)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         rank, size, local_rank, local_size = 0, 1, 0, 1
@@ -174,6 +202,22 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
 def launched_size() -> int:
     """Returns how many processes a launcher says it has started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _join_others(backend: str, limit: datetime.timedelta) -> None:
+    """Starts the process group of several ranks."""
+    try:
+        with _signals(signal.SIG_DFL):  # this waits in C++, where Python's handlers do not run
+            dist.init_process_group(backend, timeout=limit)
+    except dist.DistError as error:
+        first = str(error).splitlines()[0]
+        raise RanksFailed(f"the ranks have not found each other within {limit.total_seconds():.0f} s: {first}") from None
+
+
+def _end_with_agent() -> None:
+    """Asks the kernel for a SIGTERM when the torchrun agent dies: nobody watches orphans, and they keep the run's folder locked."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _check_launch(size: int) -> None:
@@ -249,17 +293,110 @@ def _leave() -> None:
 def open_world(device: str = "auto", *, timeout_s: float = 300.0) -> Iterator[World]:
     """Gives a World for as long as the block runs.
 
-    A rank that fails leaves at once, without the barrier: its own error shows, and the others see it gone instead of waiting.
+    A rank that fails leaves at once, without the barrier, and says so. The others do not wait for it: within seconds they raise
+    RanksFailed, which names the rank that failed or died first, its host and its error.
 
     Args:
         device: as for `start_world`.
         timeout_s: as for `start_world`.
+
+    Raises:
+        RanksFailed: another rank failed first.
+        Stopped: another rank was stopped first.
     """
     world = start_world(device, timeout_s=timeout_s)
+    world = _meet(world) if world.size > 1 else dataclasses.replace(world, launch=_launch_here())
     try:
         yield world
-    except BaseException:
+        if world.started_here:
+            world.barrier()
+    except BaseException as error:
+        with _signals(signal.SIG_IGN):  # torchrun sends one to the ranks that outlive another
+            told = leaving_error(error, world.peers)
+            tell_torchrun(told)
         if world.started_here:
             _leave()
-        raise
-    end_world(world)
+        if told is error:
+            raise
+        raise told from None
+    world.peers.close()
+    if world.started_here:
+        _leave()
+
+
+def _meet(world: World) -> World:
+    """Returns the world whose ranks watch each other. A collective."""
+    peers = Peers.meet(world.rank, world.all_gather_object, os.environ.get("MASTER_ADDR", "localhost"))
+    missed = [rank for rank in range(world.size) if rank not in peers.watched]
+    if missed and world.rank == 0:
+        ranks, hosts = ", ".join(map(str, missed)), ", ".join(dict.fromkeys(peers.hosts[rank] for rank in missed))
+        print(f"rank {ranks} (host {hosts}) cannot reach rank 0 beside the process group: should it die, its name is not known", flush=True)
+
+    def end(verdict: Verdict) -> None:
+        error = verdict_error(verdict, peers)
+        print(f"distrag, rank {world.rank}: {error if isinstance(error, RanksFailed) else 'stopped'}", file=sys.stderr, flush=True)
+        if any(failure.rank == world.rank for failure in verdict):
+            frames = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
+            print("it hangs here, the innermost call last:", *frames[-8:], sep="\n", file=sys.stderr, flush=True)
+        tell_torchrun(error)
+        os._exit(error.code if isinstance(error, Stopped) and isinstance(error.code, int) else 1)
+
+    peers.on_stuck = end
+    return dataclasses.replace(world, peers=peers, launch=_join(world.all_gather_object(_launch_here())))
+
+
+@contextmanager
+def _signals(handler: signal.Handlers) -> Iterator[None]:
+    """Gives SIGTERM and SIGINT another handler for as long as the block runs; on another thread than the main one it cannot."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    changed = [number for number, old in former.items() if old not in (None, signal.SIG_IGN)]
+    for number in changed:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, former[number])
+
+
+def tell_torchrun(error: BaseException) -> None:
+    """Leaves an error where torchrun takes the causes of its summary from; does nothing where no torchrun asked for it."""
+    if isinstance(error, SystemExit | KeyboardInterrupt) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        if error.__traceback__ is None:  # the handler writes the traceback of what is being handled: not that of another error
+            raise error from None
+        get_error_handler().record_exception(error)
+    except type(error):
+        get_error_handler().record_exception(error)
+
+
+def _launch_here() -> Launch:
+    """Returns what started this process: the torchrun agent above it, and its Slurm job."""
+    names, again = set[str](), set[str]()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # An agent outlives its workers, and restarts them when one fails or when a node joins; only the first is counted as a restart.
+        agent = f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {_start_of(os.getppid())}"
+        names, again = {agent}, {agent}
+    if job := os.environ.get("SLURM_JOB_ID"):
+        names |= {f"slurm {job}"}
+        again |= {f"slurm {job}"} if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 else set()
+    return Launch(frozenset(names), frozenset(again))
+
+
+def _join(launches: list[Launch]) -> Launch:
+    names, again = ([getattr(each, name) for each in launches] for name in ("names", "again"))
+    return Launch(frozenset().union(*names), frozenset().union(*again))
+
+
+def _start_of(pid: int) -> str:
+    """Returns when a process began, in ticks since the machine did; '' where the kernel does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,9 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def usual_numbers() -> Iterator[None]:
-    """Undoes the flushing of denormal numbers that a started world leaves to its process."""
+def usual_process() -> Iterator[None]:
+    """Undoes what a world that a test has started, and not ended, leaves to its process."""
+    had_one = dist.is_initialized()  # a module's own
     yield
+    if dist.is_initialized() and not had_one:
+        dist.destroy_process_group()
     torch.set_flush_denormal(False)
 
 

@@ -20,6 +20,8 @@ class BatchingConfig:
             `distrag plan --calibrate` has fitted into the run directory, or the encoder's arithmetic.
         locality: `global` gives any sample to any rank; `node` gives a rank only samples of its node's share of the rows, which are all
             that is then read (and staged, for a store that lies elsewhere) there.
+        micro_batches: parts of a rank's share that encoder, head and loss see one after the other, for less memory; the numbers stay the
+            same, because tables are looked up and everything is updated once for the whole share.
         prefetch: batches built ahead by a thread; 0 builds each when it is asked for.
     """
 
@@ -29,4 +31,5 @@ class BatchingConfig:
     bucket_steps: int = 1
     cost: tuple[float, float, float] | None = None
     locality: Literal["global", "node"] = "global"
+    micro_batches: int = 1
     prefetch: int = 2

@@ -66,12 +66,18 @@ class TrainConfig:
         patience: evaluations without improvement before training stops; 0 never stops early.
         refit: once valid has chosen the best step, train afresh for as many epochs on train and valid together, then test.
         seed: of everything random.
-        precision: fp32 or bf16 (dense part under autocast; tables and loss stay float32).
+        precision: fp32, bf16 or fp16 (dense part under autocast; tables and loss stay float32).
+        loss_scale: first scale of the loss under fp16; it halves when a step overflows and doubles after 2000 good ones.
+        max_bad_steps: steps in a row that may be skipped because of a NaN or infinity, before the run stops.
+        pipeline: exchange the ids of the next batch while this one computes (several ranks).
         device: auto, cpu or cuda.
         timeout_s: how long a collective may wait for another rank, in seconds.
         tensorboard: write TensorBoard events.
-        save_every: steps between saves of the last state, checkpoints/last; 0 saves at the end of each epoch.
-        resume: go on with the run in run_dir from its checkpoints/last, on as many ranks as there are now; without one start anew.
+        save_every: steps between saves of the state, checkpoints/step-<n>; 0 saves at the end of each epoch.
+        keep: how many of the newest saves stay, beside the best.
+        async_save: write a save while training goes on, from a copy in the memory of the host; the next one waits for it.
+        resume: go on with the run in run_dir from its newest whole save, on as many ranks as there are now; without one start anew.
+        init: a run, or one of its checkpoints, whose weights a new run starts from; its optimizers start anew.
         log_samples: write the sample numbers of every step to samples/rank-<r>.jsonl.
     """
 
@@ -86,11 +92,17 @@ class TrainConfig:
     refit: bool = False
     seed: int = 0
     precision: str = "fp32"
+    loss_scale: float = 65536.0
+    max_bad_steps: int = 20
+    pipeline: bool = False
     device: str = "auto"
     timeout_s: float = 300.0
     tensorboard: bool = True
     save_every: int = 0
+    keep: int = 2
+    async_save: bool = False
     resume: bool = False
+    init: str = ""
     log_samples: bool = False
 
 
@@ -196,7 +208,7 @@ def choose_loss(config: RunConfig) -> tuple[str, Any, Any]:
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Returns the config as nested plain values, as YAML holds it, that read back to the same run from any folder, whatever the defaults.
 
-    Encoder and loss are named with all their own settings and no others; paths of `data` are absolute.
+    Encoder and loss are named with all their own settings and no others; paths of `data` and `train.init` are absolute.
 
     Raises:
         ValueError: no such encoder or loss, or a loss of another task.
@@ -208,6 +220,8 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     for key, path in (("path", config.data.path), ("cache", config.data.cache)):
         if path and not is_url(path):
             plain["data"][key] = str(Path(path).absolute())
+    if config.train.init:
+        plain["train"]["init"] = str(Path(config.train.init).absolute())
     return {key: _plain(value) for key, value in plain.items()}
 
 

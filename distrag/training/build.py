@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from distrag.batching.collate import Collate
+from distrag.batching.nodes import NodeSampler
+from distrag.batching.sampler import TokenBudgetSampler
 from distrag.config import RunConfig
 from distrag.data.split import View
 from distrag.data.store import Store
@@ -17,7 +19,7 @@ from distrag.embedding.tables import Tables
 from distrag.model import Inputs, SequenceModel
 from distrag.parallel import Parallel, build_parallel
 from distrag.problem import problem
-from distrag.training.checks import check_job
+from distrag.training.checks import check_job, check_length
 from distrag.training.cost import choose_cost, read_cost
 from distrag.training.inputs import build_run_views
 from distrag.training.locality import Place, node_options, open_run_store
@@ -126,7 +128,7 @@ def build_plain(config: RunConfig, store: Store, world: World, limit_bytes: int 
     tables = Tables(checked.specs, checked.shardings, config.model.dim, init_std=config.tables.init_std, seed=config.train.seed)
     torch.manual_seed(config.train.seed)  # the dense part starts equal on all ranks
     encoder = checked.build_encoder()
-    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
+    autocast = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
     model = SequenceModel(config.model, checked.inputs, tables, encoder, loss, seed=config.train.seed, autocast=autocast)
     collate = Collate(
         store,
@@ -160,3 +162,37 @@ def _memory_limit(config: RunConfig, world: World) -> int:
     if config.tables.max_gib_per_rank > 0:
         return int(config.tables.max_gib_per_rank * 2**30)
     return world.free_bytes() // (1 if world.device.type == "cuda" else max(1, world.local_size))
+
+
+def build_sampler(job: Job) -> TokenBudgetSampler:
+    """Returns the sampler of the train view.
+
+    Raises:
+        ValueError: a budget that does not fit the histories; the same on every rank.
+    """
+    batching = job.config.batching
+    return agreed(
+        job.world,
+        lambda: NodeSampler(
+            job.views["train"],
+            **job.node_options("train"),
+            max_tokens=None if batching.global_tokens else batching.max_tokens,
+            global_tokens=batching.global_tokens,
+            max_samples=batching.max_samples,
+            bucket_steps=batching.bucket_steps,
+            num_replicas=job.world.size,
+            rank=job.world.rank,
+            seed=job.config.train.seed,
+            cost=job.cost,
+            content_hash=job.store.content_hash,
+        ),
+    )
+
+
+def count_steps(job: Job, sampler: TokenBudgetSampler) -> int:
+    """Returns the global steps that the config asks for: the smaller of `max_steps` and `num_epochs`, of those that are set.
+
+    Raises:
+        ValueError: neither is set, or an epoch has no step.
+    """
+    return check_length(job.config, len(sampler))

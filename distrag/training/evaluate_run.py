@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from distrag.checkpoint import load_checkpoint
+from distrag.checkpoint import has_checkpoint, load_checkpoint
 from distrag.config import RunConfig, check_ks, read_config
 from distrag.problem import problem
 from distrag.training.build import build_job
@@ -34,13 +35,14 @@ def evaluate_run(run_dir: str, part: str = "test", data: str | None = None, ks: 
         store, _ = open_run_store(config, world)
         agreed(world, lambda: check_contract(config, store, folder))
         job = build_job(config, world)
-        load_checkpoint(find_part(folder, part), job.parallel)
+        path = world.broadcast_object(world.on_first(lambda: find_part(folder, part)))
+        load_checkpoint(path, job.parallel, None, world)
         return evaluate_view(job, part), world.rank
 
 
 def _read(folder: Path, data: str | None, ks: Sequence[int] | None) -> RunConfig:
     path = folder / "config.yaml"
-    if not path.exists():
+    if not os.path.lexists(path):
         raise problem(
             "No run in this folder", got="no config.yaml", wanted="a folder that `distrag train` wrote", where=folder, todo="mend the path"
         )
@@ -58,5 +60,4 @@ def _read(folder: Path, data: str | None, ks: Sequence[int] | None) -> RunConfig
 def find_part(run_dir: Path, part: str) -> Path:
     """Returns the checkpoint that scores `part`: the best for valid (a refit has trained on it); for test the refit where there was one."""
     refit = run_dir / "checkpoints" / "refit"
-    refitted = refit.exists() or refit.with_name("refit.old").exists()
-    return refit if part == "test" and refitted else run_dir / "checkpoints" / "best"
+    return refit if part == "test" and has_checkpoint(refit) else run_dir / "checkpoints" / "best"

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from distrag.batch import RaggedBatch
 from distrag.batching.loader import Loader, padding_share
-from distrag.batching.nodes import NodeSampler
 from distrag.batching.sampler import TokenBudgetSampler
-from distrag.checkpoint import change_extra, keep_checkpoint, load_checkpoint, save_checkpoint
-from distrag.problem import problem
-from distrag.training.build import Job
-from distrag.training.checks import check_length
+from distrag.checkpoint import Checkpoints, Found, load_checkpoint, step_name
+from distrag.training.build import Job, count_steps
 from distrag.training.held_out import Metrics, choose_metric, evaluate_view
-from distrag.training.metrics import MetricsWriter, SampleLog
+from distrag.training.interrupt import Interrupt
+from distrag.training.metrics import MetricsWriter, SampleLog, finite
 from distrag.training.optim import Schedule, build_optimizer
-from distrag.training.resume import describe_run, last_of, limits_of
-from distrag.training.step import StepResult, check_count, train_step
-from distrag.training.timing import Clock, RankTimes, StepWatch, Tally, by_rank
-from distrag.world import agreed
+from distrag.training.resume import build_checkpoints, describe_run, describe_tables, is_kept, limits_of
+from distrag.training.step import StepResult
+from distrag.training.stepper import Stepper, with_following
+from distrag.training.timing import Clock, RankTimes, Tally, by_rank
 
 LOWER_IS_BETTER = ("log_loss", "ne")
-_HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at", "losses")
-"""Attributes that a checkpoint holds: all of a fit that is over."""
+_LAST_S = 3.0
+"""What a save under way is given when the run ends in an error, which other ranks wait to see."""
+_HELD = ("step", "num_steps", "num_epochs", "best", "best_step", "best_epochs", "best_valid", "misses", "evaluated_at")
+"""Attributes that a checkpoint holds: all of a fit that is over, but for its losses, which metrics.jsonl has."""
 
 
 class Fit:
@@ -39,11 +38,13 @@ class Fit:
         job: everything before the first step.
         sampler: its planned epochs, from `build_sampler`.
         writer: where numbers go.
-        run_dir: folder of the run; `checkpoints/last` in it is what a cut run goes on from, `best` (or `refit`) what is tested.
+        run_dir: folder of the run; `checkpoints/step-<n>` in it is what a cut run goes on from, `best` (or `refit`) what is tested.
         refit_of: the fit that chose how many epochs this one trains, under the same schedule; None trains as long as the config says,
             evaluates on valid, keeps the best and stops early.
         samples: where the samples of each step go, if anywhere.
         seconds: tells for how long the run has lasted.
+        interrupt: tells whether the run was asked to stop; None is never asked.
+        checkpoints: saves them; otherwise one is made.
 
     Attributes:
         phase: `train`, or `refit`, which has nothing left to select on.
@@ -67,12 +68,15 @@ class Fit:
         refit_of: Fit | None = None,
         samples: SampleLog | None = None,
         seconds: Callable[[], float] = time.perf_counter,
+        interrupt: Interrupt | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.job, self.config, self.world = job, job.config, job.world
         self.sampler, self.writer, self.samples, self.seconds = sampler, writer, samples, seconds
+        self.interrupt, self._stopped = interrupt or Interrupt(), False
         self.selects = refit_of is None
-        self.phase, kept = ("train", "best") if self.selects else ("refit", "refit")
-        self.last, self.kept = last_of(run_dir), run_dir / "checkpoints" / kept
+        self.phase, self.kept = ("train", "best") if self.selects else ("refit", "refit")
+        self.checkpoints = checkpoints or build_checkpoints(self.config, run_dir, self.world)
         self.before = None if refit_of is None else refit_of.held()
         self.epoch_steps = len(sampler)
         # Epochs differ by a step or two, so whole epochs are counted as such; num_steps is then what schedule and progress go by.
@@ -87,7 +91,8 @@ class Fit:
             schedule_steps = round(self.total_epochs * self.epoch_steps * self._stretch)
         self.optimizer = build_optimizer(job.parallel, self.config.optim, self.config.tables)
         self.schedule = Schedule(self.optimizer, self.config.optim, schedule_steps)
-        self.watch = StepWatch(job.parallel.plain.tables if self.world.size > 1 else None, self.world.device)
+        self.stepper = Stepper(job, self.optimizer, self.schedule, writer, run_dir)
+        self.guard = self.stepper.guard
         self.tally = Tally()
         self.metric = choose_metric(job)
         self.step = self.epoch = self.num_epochs = self.misses = 0
@@ -99,10 +104,19 @@ class Fit:
         self.best: float | None = None
         self.best_valid: Metrics = {}
         self.losses: list[float] = []
+        self.lines = {"train": 0, "refit": 0, "samples": 0} if refit_of is None else refit_of.lines_written()
 
     def run(self) -> None:
-        """Trains to the last step, or until valid has not improved for `train.patience` evaluations."""
+        """Trains to the last step, or until valid has not improved for `train.patience` evaluations; all of it is saved then."""
+        try:
+            self._run()
+        except BaseException:
+            self.checkpoints.abandon(_LAST_S)
+            raise
+
+    def _run(self) -> None:
         self.writer.begin(self.phase, self.num_steps, self.step)
+        self.world.peers.where = f"{self.phase} step {self.step + 1}"
         if self.step and self._is_due() and self.evaluated_at != self.step:
             self._evaluate()  # the run was cut in this evaluation
         while not self._is_done():
@@ -112,8 +126,9 @@ class Fit:
         if self.selects and self.evaluated_at != self.step:
             self._evaluate()
         if not self.selects:
-            keep_checkpoint(self.last, self.kept, self.world)
-        self.watch.close()
+            self.checkpoints.keep_newest(self.kept)
+        self.checkpoints.wait()
+        self.stepper.watch.close()
         if self.tally.line():
             self.writer.say(self.tally.line())
 
@@ -126,8 +141,9 @@ class Fit:
         loader = Loader(self.job.collate, train, self.sampler, device=self.world.device, prefetch=self.job.prefetch)
         self.job.parallel.model.train()
         clock = Clock(loader, self.world.device)
-        for batch in loader:
-            self._run_step(batch, clock)
+        # Ids that are exchanged ahead are those of the next step: with one rank there is nobody to exchange them with.
+        for batch, following in with_following(loader, ahead=self.config.train.pipeline and self.world.size > 1):
+            self._run_step(batch, following, clock)
             with clock.paused():
                 if self._after_step():
                     break
@@ -138,36 +154,49 @@ class Fit:
             if self.selects and not self.config.train.eval_every:
                 self._evaluate()
 
-    def _run_step(self, batch: RaggedBatch, clock: Clock) -> None:
-        config, world = self.config, self.world
-        factor = self.schedule.set(self.step)
-        logs = (self.step + 1) % config.train.log_every == 0 or self.step == 0 or self.step + 1 == self.num_steps
-        if config.debug:
-            batch.check(self.job.collate.table_rows)
-        self.watch.begin()
-        result = train_step(
-            self.job.parallel, self.optimizer, batch, world, clip_norm=config.optim.clip_norm, want_norm=logs, watch=self.watch
-        )
-        self.watch.end(clock.waited_s())
-        if config.debug:
-            check_count(batch, result.count, world)
+    def _run_step(self, batch: RaggedBatch, following: RaggedBatch | None, clock: Clock) -> None:
+        logs = (self.step + 1) % self.config.train.log_every == 0 or self.step == 0 or self.step + 1 == self.num_steps
         self.step, self.trained = self.step + 1, batch.step + 1
+        longest = int(self.sampler.lengths[self.sampler.plan.step_samples(batch.step)].max(initial=0))
+        asked = self.interrupt.asked
+        result = self.stepper.run(batch, self.step, logs=logs, longest=longest, waited_s=clock.waited_s, following=following, stop=asked)
+        self._stopped = result.stop
         clock.count(batch)
         if self.samples is not None:
             self.samples.write(self.phase, self.step, self.epoch, [sample for sample in batch.samples.tolist() if sample >= 0])
+            self.lines["samples"] += self.world.size
         if logs:
-            self._log(batch, result, factor, clock)
+            self._log(batch, result, clock)
 
     def _after_step(self) -> bool:
         """Saves and evaluates where it is time to; returns whether the fit is over."""
         every = self.config.train.save_every
         if every and self.step % every == 0:
             self._save()
+        if self._stopped:
+            self.stop()
+        self.world.peers.where = f"{self.phase} step {self.step + 1}"
         if 0 < self.max_steps <= self.step:
             return True
         if self.config.train.eval_every and self._is_due():
             self._evaluate()
         return self._gave_up()
+
+    def stop(self, *, saves: bool = True) -> NoReturn:
+        """Saves what is not saved, and ends the run on all ranks; a resume goes on from here. A collective: every rank calls it.
+
+        Raises:
+            Stopped: always.
+        """
+        if saves:
+            self._save()
+            self.checkpoints.wait()
+        raise self.interrupt.leave(self.world, self.writer, self.phase, self.step, self.num_steps, self.epoch)
+
+    def pause(self, *, saves: bool = True) -> None:
+        """Ends the run where it is asked to stop, in an evaluation: a resume does that again. A collective: every rank calls it."""
+        if self.interrupt.agreed(self.world):
+            self.stop(saves=saves)
 
     def _is_due(self) -> bool:
         """Returns whether valid is to be evaluated at this step."""
@@ -177,19 +206,22 @@ class Fit:
     def _is_between(self) -> bool:
         return self.trained == 0 or self.trained >= self.sampler.plan.num_steps
 
-    def _log(self, batch: RaggedBatch, result: StepResult, factor: float, clock: Clock) -> None:
-        # One small exchange: everybody's loss, and the times of the steps since the line before.
-        times = self.watch.take().to(self.world.device)
-        everyone = torch.stack(self.world.all_gather(torch.cat([result.loss_sum.double().view(1), times.view(-1)])))
+    def _log(self, batch: RaggedBatch, result: StepResult, clock: Clock) -> None:
+        # One small exchange: everybody's loss and norms, and the times of the steps since the line before.
+        device, squares = self.world.device, self.stepper.squares().to(self.world.device)
+        own = torch.cat([result.loss_sum.double().view(1), squares, self.stepper.watch.take().to(device).view(-1)])
+        everyone = torch.stack(self.world.all_gather(own))
         loss = float(everyone[:, 0].sum()) / max(batch.global_count, 1e-12)
-        _check_loss(loss, self.step, self.epoch)
-        self.losses.append(loss)
+        if not result.skipped:
+            self.losses.append(loss)
         if self.world.rank == 0:
-            self._write(batch, loss, float(result.grad_norm), factor, clock, RankTimes.of(everyone[:, 1:].view(self.world.size, -1, 3)))
+            norms = self.stepper.norms(everyone[:, 1 : 1 + len(squares)].sum(0))
+            times = RankTimes.of(everyone[:, 1 + len(squares) :].view(self.world.size, -1, 3))
+            self._write(batch, loss, result.grad_norm, norms, clock, times)
         clock.restart()
 
-    def _write(self, batch: RaggedBatch, loss: float, grad_norm: float, factor: float, clock: Clock, times: RankTimes) -> None:
-        plan = self.sampler.plan
+    def _write(self, batch: RaggedBatch, loss: float, grad_norm: float, norms: dict[str, float], clock: Clock, times: RankTimes) -> None:
+        plan, factor = self.sampler.plan, self.stepper.factor
         lengths, costs = self.sampler.lengths[plan.step_samples(batch.step)], plan.rank_costs(batch.step)
         values: dict[str, Any] = {
             "epoch": self.epoch,
@@ -202,6 +234,9 @@ class Fit:
             "num_cut": self.num_cut,
             "data_wait_share": clock.wait_share(),
             "grad_norm": grad_norm,
+            "grad_norms": {room: finite(norm) for room, norm in norms.items()},
+            "num_skipped": self.guard.num_skipped,
+            "loss_scale": self.guard.scale,
             "lr": self.config.optim.lr * factor,
             "table_lr": self.config.optim.table_lr * factor,
             "rank_tokens": by_rank(plan.rank_tokens(batch.step)),
@@ -213,8 +248,11 @@ class Fit:
         self.writer.show(self.step, "  ".join([f"loss {loss:.4f}  {values['tokens_per_s']:,.0f} tokens/s", times.remark()]).rstrip())
 
     def _evaluate(self) -> None:
+        self.world.peers.where = f"evaluation after {self.phase} step {self.step}"
+        valid = evaluate_view(self.job, "valid", self.pause)
+        # One copy decides for all: a rank that kept a best state alone would leave the others in the save.
+        valid = self.world.broadcast_object(valid)
         self.evaluated_at = self.step
-        valid = evaluate_view(self.job, "valid")
         self.writer.write("valid", self.step, {"epoch": int(self._epochs_done()), **valid})
         score = valid[self.metric]
         better = score is not None and (self.best is None or (score < self.best if self.metric in LOWER_IS_BETTER else score > self.best))
@@ -223,18 +261,23 @@ class Fit:
         self.writer.say(f"step {self.step}: valid {self.metric} {shown}{' (best)' if better else ''}")
         if better or not self.best_valid:
             self.best, self.best_step, self.best_epochs, self.best_valid = score, self.step, self._epochs_done(), valid
-            # The last state is saved first and the best kept from it: the best on disk is never of a step that a resume does again.
-            self._save()
-            keep_checkpoint(self.last, self.kept, self.world)
+            # The best is kept from the save of its step: the best on disk is never of a step that a resume does again.
+            self._save(self.kept)
         elif self.saved_at == self.step:
             self._save()
 
-    def _save(self) -> None:
-        """Saves this step as the last; where that has been done, only what was learned of it since."""
+    def _save(self, kept: str = "") -> None:
+        """Saves this step; where that has been done, only what was learned of it since.
+
+        Args:
+            kept: another name to keep it under.
+        """
+        self.world.peers.where = f"saving {self.phase} step {self.step}"
         if self.saved_at == self.step:
-            change_extra(self.last, self._state(), self.world)
+            self.checkpoints.update(self._state(), kept=kept)
         else:
-            save_checkpoint(self.last, self.job.parallel, self.optimizer, self._state(), self.world)
+            name = step_name(self.phase, self.step)
+            self.checkpoints.save(name, self.job.parallel, self.optimizer, self._state(), kept=kept)
             self.saved_at = self.step
 
     def held(self) -> dict[str, Any]:
@@ -245,6 +288,10 @@ class Fit:
         """Takes over what `held` gave of another fit."""
         for name in _HELD:
             setattr(self, name, held[name])
+
+    def lines_written(self) -> dict[str, int]:
+        """Returns how many lines of each phase and of samples, all ranks, the run has behind it."""
+        return {**self.lines, self.phase: len(self.losses)}
 
     def _state(self) -> dict[str, Any]:
         """Returns what a run goes on from, apart from tensors: small and JSON-able."""
@@ -259,7 +306,10 @@ class Fit:
             "schedule_steps": self.schedule.num_steps,
             "seconds": self.seconds(),
             "world": [self.world.size, self.world.device.type],
+            "tables": describe_tables(self.job.placements, self.config.tables),
+            "lines": self.lines_written(),
             "before": self.before,
+            "guard": self.guard.state_dict(),
         }
 
     def _epochs_done(self) -> float:
@@ -269,16 +319,23 @@ class Fit:
             return self.sampler.epoch + 1.0
         return self.sampler.epoch + self._began + (1.0 - self._began) * (self.trained - start) / (end - start)
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the last checkpoint and its `state`, on the same ranks bit for bit. A collective: every rank calls it."""
+    def resume(self, found: Found) -> None:
+        """Goes on from a checkpoint that was found whole, on the same ranks bit for bit. A collective: every rank calls it."""
+        state = found.state
         self.hold(state)
+        self.guard.load_state_dict(state["guard"])
         self._move(state)
         same = state["world"] == [self.world.size, self.world.device.type]
         self._settle()
-        load_checkpoint(self.last, self.job.parallel, self.optimizer, generators_of=self.world if same else None)
+        load_checkpoint(found, self.job.parallel, self.optimizer, self.world, generators=same)
+        self.checkpoints.newest, self.lines = found.path, dict(state["lines"])
         self.saved_at = self.step if same else -1  # on other ranks the generators saved are not ours
         if self.selects and self.best_step == self.step:
-            keep_checkpoint(self.last, self.kept, self.world)  # the run may have been cut before it was kept
+            self.checkpoints.keep_newest(self.kept)  # the run may have been cut before it was kept
+        elif self.selects and self.best_valid and not is_kept(self.checkpoints.folder / self.kept, self.best_step, self.world):
+            told = f"checkpoints/{self.kept} is not the whole state of step {self.best_step} any more; the next evaluation chooses anew"
+            self.writer.say(told)
+            self.best, self.best_step, self.best_epochs, self.best_valid = None, 0, 0.0, {}
 
     def _move(self, state: Mapping[str, Any]) -> None:
         """Moves the sampler to where the run was cut, and the end of the run to where it now is."""
@@ -314,44 +371,3 @@ class Fit:
 
     def _gave_up(self) -> bool:
         return 0 < self.config.train.patience <= self.misses
-
-
-def _check_loss(loss: float, step: int, epoch: int) -> None:
-    """Stops a run that has lost its numbers; the loss is the same on every rank, so every rank stops."""
-    if not math.isfinite(loss):
-        todo = "lower --optim.lr and --optim.table_lr, add --optim.warmup_steps or --optim.clip_norm; --debug checks every batch"
-        raise problem("The loss is not finite", got=loss, wanted="a number", where=f"step {step}, epoch {epoch}", todo=todo)
-
-
-def build_sampler(job: Job) -> TokenBudgetSampler:
-    """Returns the sampler of the train view.
-
-    Raises:
-        ValueError: a budget that does not fit the histories; the same on every rank.
-    """
-    batching = job.config.batching
-    return agreed(
-        job.world,
-        lambda: NodeSampler(
-            job.views["train"],
-            **job.node_options("train"),
-            max_tokens=None if batching.global_tokens else batching.max_tokens,
-            global_tokens=batching.global_tokens,
-            max_samples=batching.max_samples,
-            bucket_steps=batching.bucket_steps,
-            num_replicas=job.world.size,
-            rank=job.world.rank,
-            seed=job.config.train.seed,
-            cost=job.cost,
-            content_hash=job.store.content_hash,
-        ),
-    )
-
-
-def count_steps(job: Job, sampler: TokenBudgetSampler) -> int:
-    """Returns the global steps that the config asks for: the smaller of `max_steps` and `num_epochs`, of those that are set.
-
-    Raises:
-        ValueError: neither is set, or an epoch has no step.
-    """
-    return check_length(job.config, len(sampler))

@@ -178,7 +178,7 @@ def _build_probe(config: RunConfig, checked: Checked) -> _Probe:
     whole = checked.loss.needs_table and checked.inputs.num_items * dim * 4 <= _PROBE_BYTES
     specs = [TableSpec(s.name, s.num_rows if whole and s.name == target else min(s.num_rows, _PROBE_ROWS), s.keys) for s in checked.specs]
     tables = Tables(specs, checked.shardings, dim, init_std=0.02, seed=0)
-    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
+    autocast = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
     model = SequenceModel(config.model, checked.inputs, tables, checked.build_encoder(), checked.loss, autocast=autocast)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -210,14 +210,22 @@ def table_bytes(placements: list[Placement], world_size: int) -> Floats:
 
 
 def expect_memory(
-    step: StepBytes, placements: list[Placement], tokens: Ints, samples: Ints, sharded_ids: float, dim: int, prefetch: int
+    step: StepBytes,
+    placements: list[Placement],
+    tokens: Ints,
+    samples: Ints,
+    sharded_ids: float,
+    dim: int,
+    prefetch: int,
+    micro_batches: int = 1,
 ) -> dict[str, float]:
     """Returns the expected memory of the fullest rank, in bytes by kind.
 
     - `tables_bytes`: the rank that holds most: weights, optimizer state, and the dense gradient of replicated tables.
     - `dense_bytes`: 16 bytes a parameter: weight, gradient, two moments.
     - `activation_bytes`: the largest `per_token * tokens + per_sample * samples + fixed` of any rank in any step, from `measure_step`, and
-      the gradient of the largest replicated table on its way to where it is summed.
+      the gradient of the largest replicated table on its way to where it is summed. With micro-batches the largest of one of them, and the
+      vectors of sharded tables with their gradients for the whole share.
     - `exchange_bytes`: vectors of sharded tables that are looked up for other ranks and sent: one more copy of `ids * D * 4`, forward,
       and one of their gradients, backward; none on one rank.
     - `batch_bytes`: the batch of that rank and those built ahead.
@@ -232,15 +240,17 @@ def expect_memory(
         sharded_ids: ids of a rank and step in sharded tables, a mean.
         dim: width of every table.
         prefetch: batches built ahead.
+        micro_batches: parts that a rank's share is run in.
     """
     world_size = tokens.shape[1]
     a, b = step.activations, step.batch
     widest = max((p.num_rows - _PROBE_ROWS for p in placements if p.sharding == "replicated"), default=0)
     a = (a[0], a[1], a[2] + max(0, widest) * dim * 4)
+    held = 2 * sharded_ids * dim * 4 * (micro_batches > 1)
     numbers = {
         "tables_bytes": float(table_bytes(placements, world_size).max()),
         "dense_bytes": float(step.num_dense * DENSE_BYTES),
-        "activation_bytes": float((a[0] * tokens + a[1] * samples).max(initial=0.0) + a[2]),
+        "activation_bytes": float((a[0] * tokens + a[1] * samples).max(initial=0.0) / micro_batches + a[2]) + held,
         "exchange_bytes": 2 * sharded_ids * dim * 4 * (world_size > 1),
         "batch_bytes": float((b[0] * tokens + b[1] * samples).max(initial=0.0) + b[2]) * (prefetch + 1),
     }

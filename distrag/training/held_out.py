@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,16 +17,21 @@ from distrag.training.build import Job
 Metrics = dict[str, int | float | None]
 
 
-def evaluate_view(job: Job, part: str) -> Metrics:
+def evaluate_view(job: Job, part: str, pause: Callable[[], None] = lambda: None) -> Metrics:
     """Returns the metrics of the `valid` or `test` view. A collective: every rank calls it.
 
     next_item: HR, NDCG and MRR of ranking all items, seen ones removed. conversion: AUC, log loss, NE, group AUC.
+
+    Args:
+        job: the run.
+        part: `valid` or `test`.
+        pause: called between batches, on every rank after the same ones; it may raise, which ends the evaluation.
     """
     was_training = job.parallel.model.training
     job.parallel.model.eval()
     try:
         with torch.no_grad():
-            return _rank(job, part) if job.config.task == "next_item" else _classify(job, part)
+            return _rank(job, part, pause) if job.config.task == "next_item" else _classify(job, part, pause)
     finally:
         job.parallel.model.train(was_training)
 
@@ -45,7 +51,7 @@ def _sampler(job: Job, part: str) -> TokenBudgetSampler:
     )
 
 
-def _rank(job: Job, part: str) -> Metrics:
+def _rank(job: Job, part: str, pause: Callable[[], None]) -> Metrics:
     view, world, inputs = job.views[part], job.world, job.inputs
     own = None if job.place is None else job.place.owns(view)
     held_out = HeldOut.of(view, job.store.position(inputs.target), own)
@@ -54,6 +60,7 @@ def _rank(job: Job, part: str) -> Metrics:
     for batch in Loader(job.collate, view, sampler, device=world.device, prefetch=job.prefetch, training=False):
         queries = job.parallel.plain.query(batch)[batch.samples >= 0]
         evaluator.add(queries, [sampler.plan.samples(batch.step, rank) for rank in range(world.size)])
+        pause()
     return dict(evaluator.result())
 
 
@@ -67,13 +74,14 @@ def _catalogue(job: Job) -> Catalogue:
     return dataclasses.replace(catalogue, blocks=blocks)
 
 
-def _classify(job: Job, part: str) -> Metrics:
+def _classify(job: Job, part: str, pause: Callable[[], None]) -> Metrics:
     evaluator = BinaryEvaluator(job.world)
     groups = job.store.key
     view = job.views[part]
     for batch in Loader(job.collate, view, _sampler(job, part), device=job.world.device, prefetch=job.prefetch, training=False):
         owner = None if groups is None else torch.from_numpy(groups[view.rows[batch.samples.cpu().numpy()]].astype(np.int64))
         evaluator.add(batch.samples, job.parallel.plain.predict(batch), batch.labels, batch.weights, owner)
+        pause()
     return dict(evaluator.result())
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +11,17 @@ import torch
 from numpy.typing import NDArray
 
 from distrag.batching.nodes import Shares, assign_rows, count_nodes
+from distrag.checkpoint import take_turns
 from distrag.config import RunConfig
+from distrag.data.checks import check_values
 from distrag.data.remote import is_url
 from distrag.data.split import View, build_views
 from distrag.data.stage import DEFAULT_CACHE, Stage
 from distrag.data.store import Store, open_folder, open_store
+from distrag.problem import problem
 from distrag.world import World, agreed
 
 Count = Callable[[View], NDArray[np.float64]]
-
-_TURN_S = 5.0
-"""A rank that stages tells the others as often that it lives; far below any `train.timeout_s`."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,25 @@ def open_run_store(config: RunConfig, world: World) -> tuple[Store, Place | None
     """
     nodes = count_nodes(world) if config.batching.locality == "node" else 0
     if not nodes:
-        return _open_staged(config, world, None), None
+        return _checked(_open_staged(config, world, None), world, world.rank, world.size), None
     store = _open_staged(config, world, _NO_ROWS)
     shares = agreed(world, lambda: assign_rows(_train_lengths(config, store), nodes))
     place = Place(world, shares)
-    return _open_staged(config, world, shares.spans(place.node)), place
+    held = _open_staged(config, world, shares.spans(place.node))
+    return _checked(held, world, world.local_rank, world.local_size), place
+
+
+def _checked(store: Store, world: World, part: int, parts: int) -> Store:
+    """Returns the store once all ranks have the same one, and each has read its share of the values: an id that no table has would
+    otherwise be met by one rank, in the middle of a step that the others wait in."""
+    hashes = world.all_gather_object(store.content_hash)
+    for rank, found in enumerate(hashes):
+        if found != hashes[0]:
+            todo = "give every machine the same store, or set data.path to an address that all of them reach"
+            got, wanted = f"content hash {found} on rank {rank}", f"{hashes[0]}, as on rank 0"
+            raise problem("The ranks have different stores", got=got, wanted=wanted, where="data.path", todo=todo)
+    agreed(world, lambda: check_values(store, part, parts))
+    return store
 
 
 def open_lengths(config: RunConfig) -> Store:
@@ -119,28 +132,10 @@ def _open_staged(config: RunConfig, world: World, rows: NDArray[np.int64] | None
     stage = agreed(world, lambda: _stage(config))
     if stage is None:
         return agreed(world, lambda: open_folder(config.data.path, rows))
-    _take_turns(world, stage.fetch(rows))
+    take_turns(world, stage.fetch(rows))
     return agreed(world, lambda: open_folder(stage.folder, rows))
 
 
 def _stage(config: RunConfig) -> Stage | None:
     data = config.data
     return Stage(data.path, data.cache or DEFAULT_CACHE) if is_url(data.path) or data.cache else None
-
-
-def _take_turns(world: World, turns: Iterator[None]) -> None:
-    """Runs all turns of every rank; between them ranks that are done wait for those that are not."""
-    at_work = True
-
-    def work() -> bool:
-        until = time.monotonic() + _TURN_S
-        while time.monotonic() < until:
-            if next(turns, _END) is _END:
-                return False
-        return True
-
-    while any(world.all_gather_object(at_work)):
-        at_work = agreed(world, work)
-
-
-_END = object()

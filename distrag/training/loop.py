@@ -6,27 +6,30 @@ import dataclasses
 import fcntl
 import json
 import platform
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from distrag.checkpoint import load_checkpoint, write_whole
 from distrag.config import RunConfig, read_config, to_dict
+from distrag.data.text_file import dump_yaml
 from distrag.problem import problem
-from distrag.training.build import Job, build_job
+from distrag.training.build import Job, build_job, build_sampler, count_steps
 from distrag.training.checks import check_run_dir
 from distrag.training.contract import write_contract
 from distrag.training.cost import keep_cost
-from distrag.training.fit import Fit, build_sampler, count_steps
+from distrag.training.fit import Fit
 from distrag.training.held_out import Metrics, evaluate_view
+from distrag.training.init import start_from
+from distrag.training.interrupt import Interrupt
 from distrag.training.metrics import MetricsWriter, SampleLog, finite
-from distrag.training.resume import check_state, drop_beyond, is_finished, read_state
-from distrag.world import agreed, open_world
+from distrag.training.resume import build_checkpoints, drop_beyond, is_finished, read_losses
+from distrag.training.start import Start, find_start
+from distrag.world import World, agreed, open_world
 
 
 @dataclass(frozen=True)
@@ -62,21 +65,36 @@ def train(config: RunConfig | Mapping[str, Any] | Sequence[str]) -> RunResult:
     Args:
         config: a RunConfig, a nested mapping as in YAML, or command-line words.
 
+    A run that is asked to stop, by SIGTERM or Ctrl-C, saves its step first. Started again by the same torchrun or Slurm job, it goes on
+    from its last checkpoint without being told to.
+
     Raises:
         ValueError: anything a config, a store or a file can cause, before any rank waits for another.
+        RanksFailed: another rank failed or died.
+        Stopped: the run was asked to stop; a SystemExit of code 75, or 130 for Ctrl-C.
     """
     run = read_config(config)
-    with open_world(run.train.device, timeout_s=run.train.timeout_s) as world:
-        return run_job(build_job(run, world))
+    with Interrupt() as interrupt, open_world(run.train.device, timeout_s=run.train.timeout_s) as world:
+        interrupt.listen(world)
+        return run_job(build_job(run, world), interrupt)
 
 
-def run_job(job: Job) -> RunResult:
+def run_job(job: Job, interrupt: Interrupt | None = None) -> RunResult:
     """Trains a job, refits it where asked, tests it once and writes the result; with `train.resume`, from where its run was cut.
 
     A collective: every rank calls it.
+
+    Args:
+        job: from `build_job`.
+        interrupt: tells whether the run was asked to stop; None is never asked.
     """
     started, folder, world = time.perf_counter(), Path(job.config.train.run_dir), job.world
-    state = _find_state(job, folder) if job.config.train.resume else None
+    again = bool(world.broadcast_object(world.on_first(lambda: _is_second_start(folder, world))))
+    resumes = again or job.config.train.resume
+    if resumes:
+        world.on_first(lambda: _check_free(folder))
+    start = find_start(job, folder, resumes=resumes)
+    state = start.state
     if state is not None and is_finished(state, job.config):
         world.on_first(lambda: print(f"{folder}: this run is finished; its result stays", flush=True))
         return RunResult(**{f.name: state["result"][f.name] for f in dataclasses.fields(RunResult)} | {"run_dir": folder})
@@ -84,11 +102,19 @@ def run_job(job: Job) -> RunResult:
     sampler = build_sampler(job)
     count_steps(job, sampler)
     _check_targets(job)
-    note, held = world.on_first(lambda: _open(job, folder, state)) or ("", None)
+    if start.init is not None and state is None:
+        start.notes.append(start_from(job, start.init))
+    notes, held = world.on_first(lambda: _open(job, folder, state, again=again)) or ([], None)
+    start.notes.extend(notes)
+    world.peers.errors, world.peers.todo, world.peers.where = folder / "errors", _TODO, "the start"
     log = _open_log(job, folder)
+    if interrupt is not None:
+        interrupt.patient = True
     try:
-        fit = Fit(job, sampler, log.writer, folder, samples=log.samples, seconds=lambda: before_s + time.perf_counter() - started)
-        result = _finish(fit, _train(fit, folder, state, note), folder)
+        checkpoints = build_checkpoints(job.config, folder, world)
+        options: dict[str, Any] = {"samples": log.samples, "interrupt": interrupt, "checkpoints": checkpoints}
+        fit = Fit(job, sampler, log.writer, folder, seconds=_clock(started - before_s), **options)
+        result = _finish(fit, _train(fit, folder, start), folder)
         world.on_first(lambda: write_whole(folder / "result.json", json.dumps(_summary(job, result), indent=1) + "\n"))
     finally:
         log.close()
@@ -97,11 +123,16 @@ def run_job(job: Job) -> RunResult:
     return result
 
 
+def _clock(started: float) -> Callable[[], float]:
+    return lambda: time.perf_counter() - started
+
+
 def _finish(fit: Fit, last: Fit, folder: Path) -> RunResult:
     """Tests the state that valid chose, or that was refitted, and returns what the run came to."""
     if last is fit:
-        load_checkpoint(fit.kept, fit.job.parallel)
-    test = evaluate_view(last.job, "test")
+        load_checkpoint(fit.checkpoints.folder / fit.kept, fit.job.parallel, None, fit.world)
+    last.job.world.peers.where = "the test"
+    test = evaluate_view(last.job, "test", lambda: last.pause(saves=False))
     fit.writer.write("test", last.step, test)
     fit.writer.say(f"test, from the best step {fit.best_step}: {_show(test)}")
     if test.get("num_seen_targets"):
@@ -135,39 +166,22 @@ def _open_log(job: Job, folder: Path) -> _Log:
     return agreed(job.world, build)
 
 
-def _find_state(job: Job, folder: Path) -> dict[str, Any] | None:
-    """Returns the state that the run in this folder goes on from; None, and a word, where it has saved none.
-
-    Raises:
-        ValueError: another run is at work there, or the state belongs to another store or config; the same on every rank.
-    """
-
-    def read() -> dict[str, Any] | None:
-        _check_free(folder)
-        found = read_state(folder)
-        if found is None:
-            print(f"{folder}: no whole checkpoint to resume from; the run starts at its first step", flush=True)
-        return found
-
-    state: dict[str, Any] | None = job.world.broadcast_object(job.world.on_first(read))
+def _train(fit: Fit, folder: Path, start: Start) -> Fit:
+    """Trains the fit, and the refit where asked, from where it starts; returns the last of them."""
+    state = start.state
+    of_refit = start if state is not None and state["phase"] == "refit" else None
     if state is not None:
-        agreed(job.world, lambda: check_state(state, job))
-    return state
-
-
-def _train(fit: Fit, folder: Path, state: dict[str, Any] | None, note: str) -> Fit:
-    """Trains the fit, and the refit where asked, from the start or from `state`; returns the last of them."""
-    of_refit = state if state is not None and state["phase"] == "refit" else None
-    if of_refit is not None:
-        fit.hold(of_refit["before"])
-    elif state is not None:
-        fit.resume(state)
-    _describe(fit, note)
+        fit.losses = fit.world.broadcast_object(fit.world.on_first(lambda: read_losses(folder, "train")))
+    if state is not None and of_refit is not None:
+        fit.hold(state["before"])
+    elif start.found is not None:
+        fit.resume(start.found)
+    _describe(fit, start.notes)
     if of_refit is None:
         if state is not None:
             _tell(fit)
         fit.run()
-    return _refit(fit, folder, of_refit) if fit.config.train.refit else fit
+    return _refit(fit, folder, start, of_refit) if fit.config.train.refit else fit
 
 
 def _tell(fit: Fit) -> None:
@@ -175,13 +189,17 @@ def _tell(fit: Fit) -> None:
     fit.writer.say(f"resumed ({fit.phase}) after step {fit.step} of {fit.num_steps}, in epoch {fit.epoch}")
 
 
-def _refit(fit: Fit, folder: Path, state: dict[str, Any] | None) -> Fit:
+def _refit(fit: Fit, folder: Path, start: Start, of_refit: Start | None) -> Fit:
     """Returns a fresh fit on train and valid together, for as many epochs as the best step took, under the same schedule."""
     job = build_job(fit.config, fit.world, fold_valid=True)
-    again = Fit(job, build_sampler(job), fit.writer, folder, refit_of=fit, samples=fit.samples, seconds=fit.seconds)
+    if start.init is not None:
+        fit.writer.say(start_from(job, start.init))
+    options: dict[str, Any] = {"samples": fit.samples, "seconds": fit.seconds, "checkpoints": fit.checkpoints, "interrupt": fit.interrupt}
+    again = Fit(job, build_sampler(job), fit.writer, folder, refit_of=fit, **options)
     fit.writer.say(f"refit on train and valid together: {again.num_steps} steps")
-    if state is not None:
-        again.resume(state)
+    if of_refit is not None and of_refit.found is not None:
+        again.losses = fit.world.broadcast_object(fit.world.on_first(lambda: read_losses(folder, "refit")))
+        again.resume(of_refit.found)
         _tell(again)
     again.run()
     return again
@@ -198,32 +216,52 @@ def _check_targets(job: Job) -> None:
     )
 
 
-def _open(job: Job, folder: Path, state: dict[str, Any] | None) -> tuple[str, TextIO]:
-    """Writes config and schema; an earlier run in that folder is moved aside, and the note says where, unless its `state` goes on.
+def _open(job: Job, folder: Path, state: dict[str, Any] | None, *, again: bool = False) -> tuple[list[str], TextIO]:
+    """Writes config and schema; an earlier run in that folder is moved aside, and a note says where, unless it goes on.
+
+    Args:
+        job: the run.
+        folder: its folder.
+        state: from which the run in that folder goes on.
+        again: whether that run is this one, without a state too.
 
     Returns:
-        The note, and the open lock that tells other runs that this one lives.
+        The notes, and the open lock that tells other runs that this one lives.
     """
     check_run_dir(folder)
     _check_free(folder)
-    note = ""
-    if state is None and (folder / "metrics.jsonl").exists():
+    notes = []
+    if state is None and not again and (folder / "metrics.jsonl").exists():
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         moved = folder.rename(folder.with_name(f"{folder.name}.{number}"))
-        note = f"an earlier run was moved to {folder}.{number}"
+        notes.append(f"an earlier run was moved to {folder}.{number}")
     folder.mkdir(parents=True, exist_ok=True)
-    if note:
+    if notes:
         keep_cost(moved, folder)
     held = (folder / _LOCK).open("w")
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if state is not None:
-        drop_beyond(folder, state)
-    write_whole(folder / "config.yaml", yaml.safe_dump(to_dict(job.config), sort_keys=False))
+    held.write("".join(f"{name}\n" for name in sorted(job.world.launch.names)))
+    held.flush()
+    shutil.rmtree(folder / "errors", ignore_errors=True)
+    if state is not None or again:
+        notes += drop_beyond(folder, state or _NOTHING)
+    write_whole(folder / "config.yaml", dump_yaml(to_dict(job.config)))
     write_contract(job.store, folder)
-    return note, held
+    return notes, held
 
 
 _LOCK = "run.lock"
+_NOTHING = {"phase": "train", "step": 0, "evaluated_at": -1, "lines": {}}
+_TODO = "  then:   the same command with --resume goes on from the last whole checkpoint"
+
+
+def _is_second_start(folder: Path, world: World) -> bool:
+    """Returns whether the torchrun or Slurm job that started these ranks has begun the run in this folder."""
+    try:
+        begun_by = set((folder / _LOCK).read_text().splitlines())
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(begun_by & world.launch.again)
 
 
 def _check_free(folder: Path) -> None:
@@ -240,9 +278,9 @@ def _check_free(folder: Path) -> None:
             ) from None
 
 
-def _describe(fit: Fit, note: str) -> None:
+def _describe(fit: Fit, notes: Sequence[str]) -> None:
     job, plan, say = fit.job, fit.sampler.plan, fit.writer.say
-    if note:
+    for note in notes:
         say(note)
     sizes = ", ".join(f"{name} {len(view):,}" for name, view in job.views.items())
     say(f"{job.world.size} rank(s) on {job.world.device.type}; samples: {sizes}; cut to max_len: {job.views['train'].num_cut:,} events")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from distrag.checkpoint import write_whole
+from distrag.data.text_file import read_small
 
 SAMPLES = "samples"
+_MOST_BYTES = 1 << 40
 
 
 class MetricsWriter:
@@ -56,15 +61,14 @@ class MetricsWriter:
         """Appends one line, and one TensorBoard scalar per number.
 
         Args:
-            kind: `train`, `valid`, `refit`, `resume` or `test`.
+            kind: `train`, `valid`, `refit`, `resume`, `stop` or `test`.
             step: global steps done.
             values: names and JSON-able values; NaN is written as null.
         """
         if self._file is None:
             return
         line = {"kind": kind, "step": step, **{key: finite(value) for key, value in values.items()}}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        _append(self._file, line)
         if self._board is not None:
             for key, value in values.items():
                 if isinstance(value, int | float):
@@ -86,7 +90,7 @@ class MetricsWriter:
             self._progress.stop()
         self._close_board()
         if self._file is not None:
-            self._file.close()
+            _close(self._file)
 
     def _close_board(self) -> None:
         if self._board is not None:
@@ -114,26 +118,47 @@ class SampleLog:
             epoch: number of the epoch.
             samples: sample numbers in the train view; a dummy is none.
         """
-        self._file.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, "samples": samples}) + "\n")
-        self._file.flush()  # what a killed process had not given away yet is lost
+        _append(self._file, {"kind": kind, "step": step, "epoch": epoch, "samples": samples})
 
     def close(self) -> None:
         """Ends the file."""
-        self._file.close()
+        _close(self._file)
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrites a file of JSON lines, whole or not at all, with the lines that `keep` says; a line that was cut is dropped."""
-    if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_kept(line, keep)]
-        write_whole(path, "".join(f"{line}\n" for line in kept))
-
-
-def _is_kept(line: str, keep: Callable[[dict[str, Any]], bool]) -> bool:
+def _append(file: TextIO, line: dict[str, Any]) -> None:
     try:
-        return keep(json.loads(line))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return False  # cut, or no line of ours
+        file.write(json.dumps(line) + "\n")
+        file.flush()  # what a killed process had not given away yet is lost
+    except OSError as error:
+        error.filename = file.name  # of a full disk Python does not say where
+        raise
+
+
+def _close(file: TextIO) -> None:
+    with suppress(OSError):  # all was flushed, and what could not be was said then
+        file.close()
+
+
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Counter[str]:
+    """Rewrites a file of JSON lines, whole or not at all, with the lines that `keep` says; a line that was cut is dropped.
+
+    Returns:
+        How many lines of each kind were kept.
+    """
+    if not os.path.lexists(path):
+        return Counter()
+    content = read_small(path, what="A log of the run", todo="put it back as the run wrote it, or remove it", most_bytes=_MOST_BYTES)
+    kinds = [(line, _kind_if(line, keep)) for line in content.decode("utf-8", errors="replace").split("\n")]
+    write_whole(path, "".join(f"{line}\n" for line, kind in kinds if kind is not None))
+    return Counter(kind for _, kind in kinds if kind is not None)
+
+
+def _kind_if(line: str, keep: Callable[[dict[str, Any]], bool]) -> str | None:
+    try:
+        content = json.loads(line)
+        return str(content["kind"]) if keep(content) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # cut, or no line of ours
 
 
 def finite(value: Any) -> Any:

@@ -191,7 +191,8 @@ def _machines(subject: Subject, walk: Walk, planner_s: float) -> dict[str, Any]:
     step = measure_step(config, checked, subject.lengths, int(walk.tokens.max(initial=0)))
     sharded = sum(ids[key] for spec in checked.specs if checked.shardings[spec.name] != "replicated" for key in spec.keys)
     prefetch = 0 if config.debug else config.batching.prefetch
-    memory = expect_memory(step, checked.placements, walk.tokens, walk.samples, sharded, config.model.dim, prefetch)
+    parts = config.batching.micro_batches
+    memory = expect_memory(step, checked.placements, walk.tokens, walk.samples, sharded, config.model.dim, prefetch, parts)
     sent = expect_traffic(checked.specs, checked.placements, ids, samples, step.num_dense, subject.world_size)
     traffic = {f"{name}_bytes": float(getattr(sent, name).mean()) for name in ("ids", "vectors", "gradients", "reduced")}
     total = sent.total()

@@ -50,8 +50,8 @@ class StepWatch:
         self.mark("begin")
 
     def mark(self, name: str) -> None:
-        """Notes the time at which this rank's device gets here; the first of a name counts."""
-        if self._marks is None or name in self._marks:
+        """Notes the time at which this rank's device gets here; the first of a name counts, of gradients the last."""
+        if self._marks is None or (name in self._marks and name != "gradients"):
             return
         if self.device.type == "cuda":
             self._marks[name] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from distrag.training.build import Job
-from distrag.training.fit import Fit, build_sampler
+from distrag.training.build import Job, build_sampler
+from distrag.training.fit import Fit
 from distrag.training.metrics import MetricsWriter
 from distrag.world import World
 
@@ -24,7 +24,7 @@ _CHUNK = 1 << 22  # numbers compared at a time
 class _Passing(Fit):
     """A fit of which nothing is kept: it saves no checkpoint and evaluates nothing."""
 
-    def _save(self) -> None:
+    def _save(self, kept: str = "") -> None:
         self.saved_at = self.step
 
     def _evaluate(self) -> None:

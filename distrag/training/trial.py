@@ -11,6 +11,7 @@ import torch
 from distrag.batch import RaggedBatch
 from distrag.problem import problem
 from distrag.training.build import Job
+from distrag.training.guard import Guard
 from distrag.training.optim import build_optimizer
 from distrag.training.step import train_step
 
@@ -41,6 +42,7 @@ class Trial:
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         job.parallel.model.train()
+        self._guard = Guard()
 
     def batch(self, samples: Ints) -> RaggedBatch:
         """Returns the batch of these samples on the device, as a step of theirs alone; of a dummy when there are none."""
@@ -50,7 +52,15 @@ class Trial:
 
     def step(self, batch: RaggedBatch) -> None:
         """Runs one training step."""
-        train_step(self.job.parallel, self.optimizer, batch, self.job.world, clip_norm=self.job.config.optim.clip_norm)
+        train_step(
+            self.job.parallel,
+            self.optimizer,
+            batch,
+            self.job.world,
+            clip_norm=self.job.config.optim.clip_norm,
+            guard=self._guard,
+            micro_batches=self.job.config.batching.micro_batches,
+        )
 
     def seconds(self, batch: RaggedBatch) -> float:
         """Returns how long one training step takes, the device included."""

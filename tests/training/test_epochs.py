@@ -13,8 +13,8 @@ import yaml
 from distrag.cli import main
 from distrag.config import read_config
 from distrag.data.write import write_store
-from distrag.training.build import build_job
-from distrag.training.fit import Fit, build_sampler
+from distrag.training.build import build_job, build_sampler
+from distrag.training.fit import Fit
 from distrag.training.metrics import MetricsWriter, SampleLog
 from distrag.world import start_world
 from tests.ranks import run_ranks

@@ -71,6 +71,7 @@ def test_valid_is_never_scored_by_a_refit_and_test_only_where_there_was_one(tmp_
     checkpoints = tmp_path / "checkpoints"
     assert find_part(tmp_path, "test") == checkpoints / "best"
     (checkpoints / "refit.old").mkdir(parents=True)  # a save that was cut between its two renames
+    (checkpoints / "refit.old" / "manifest.json").touch()
     assert find_part(tmp_path, "test") == checkpoints / "refit"
     assert find_part(tmp_path, "valid") == checkpoints / "best"
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from distrag.config import read_config
 from distrag.data.write import write_store
-from distrag.training.build import build_job
-from distrag.training.fit import build_sampler
+from distrag.training.build import build_job, build_sampler
 from distrag.training.loop import run_job, train
 from distrag.world import start_world
 from tests.embedding.test_tables import full_tables

@@ -18,12 +18,12 @@ import torch.distributed as dist
 import yaml
 
 from distrag.batching import nodes
+from distrag.checkpoint import turns
 from distrag.config import read_config, to_dict
 from distrag.data import stage
 from distrag.data.content import SAMPLES
 from distrag.data.store import Store, open_folder
 from distrag.data.write import write_store
-from distrag.training import locality
 from distrag.training.build import build_job
 from distrag.training.evaluate_run import evaluate_run
 from distrag.training.loop import run_job, train
@@ -283,7 +283,7 @@ def test_a_cache_that_fails_on_one_node_ends_the_others(store: Store, tmp_path: 
 
 
 def test_a_slow_node_does_not_run_the_others_into_the_time_limit(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locality, "_TURN_S", 0.5)
+    monkeypatch.setattr(turns, "_TURN_S", 0.5)
 
     class Slow(type(fsspec.filesystem("file"))):  # type: ignore[misc]
         protocol = "slow"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from distrag.checkpoint import has_checkpoint, load_checkpoint, read_extra
+from distrag.checkpoint import has_checkpoint, load_checkpoint, newest_checkpoint, read_extra
 from distrag.config import read_config
 from distrag.data.store import open_store
 from distrag.training.build import build_job
@@ -76,7 +76,9 @@ def same(found: Path, wanted: Path) -> None:
 
 
 def last_of(run_dir: Path) -> dict[str, Any]:
-    return read_extra(run_dir / "checkpoints" / "last")
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    assert newest is not None
+    return read_extra(newest)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_other_ranks_take_over_every_parameter_and_train_exactly_the_rest(
 
     def full_state(job: Any) -> Any:
         optimizer = build_optimizer(job.parallel, job.config.optim, job.config.tables)
-        load_checkpoint(run / "checkpoints" / "last", job.parallel, optimizer)
+        load_checkpoint(run / "checkpoints" / "step-5", job.parallel, optimizer, job.world)
         state = optimizer.state_dict()["state"]
         return full_tables(job.parallel.model), {name: np.asarray(v["exp_avg"]) for name, v in state.items() if "exp_avg" in v}
 
@@ -234,7 +236,7 @@ def test_a_second_change_of_ranks_in_one_epoch_still_trains_every_sample_once(st
         ({"data__max_len": 19}, "data.max_len 19"),
         ({"encoder__dropout": 0.1}, "encoder.dropout 0.1"),
         ({"loss__num_negatives": 3}, "loss.num_negatives 3"),
-        ({"tables__shard_rows": 1}, "tables.shard_rows 1"),
+        ({"tables__replicated_optimizer": "sgd"}, "tables.replicated_optimizer sgd"),
         ({"train__refit": True}, "train.refit True"),
     ],
 )

@@ -136,11 +136,11 @@ def test_bf16_trains_the_dense_part_and_keeps_tables_in_float32(store: Path, tmp
     assert result.test["hr@5"] > 0.8
 
 
-def test_a_loss_that_is_no_number_stops_the_run_with_a_remedy(store: Path, tmp_path: Path) -> None:
+def test_a_parameter_that_is_no_number_stops_the_run_at_once_with_a_remedy(store: Path, tmp_path: Path) -> None:
     with open_world("cpu") as world:
         job = build_job(read_config(config(store, tmp_path / "run")), world)
         job.parallel.plain.encoder.transformer.blocks[0].up.bias.data[0] = float("nan")
-        with pytest.raises(ValueError, match=r"(?s)The loss is not finite.*got:.*nan.*step 1.*lower --optim.lr"):
+        with pytest.raises(ValueError, match=r"(?s)without finite numbers.*parameter encoder.*nan.*step 1.*lower --optim.lr"):
             run_job(job)
 
 
@@ -153,7 +153,7 @@ def test_epochs_are_whole_even_where_they_differ_in_steps(store: Path, tmp_path:
 
 def test_what_rank_0_cannot_write_ends_every_rank_with_one_reason(store: Path, tmp_path: Path) -> None:
     def attempt() -> str:
-        with pytest.raises(ValueError, match="A file cannot be written") as caught:
+        with pytest.raises(ValueError, match="cannot be written") as caught:
             train(config(store, tmp_path / "run"))
         return str(caught.value)
 

@@ -110,7 +110,8 @@ def test_training_goes_on_after_a_checkpoint_as_if_it_had_not_stopped(tmp_path: 
         straight = steps(job, optimizer, 4, 9)
         again = build(tmp_path, ROWS, task="conversion", **changes)
         fresh = build_optimizer(again.parallel, again.config.optim, again.config.tables)
-        assert load_checkpoint(tmp_path / f"point-{changes['tables']['shard_rows']}", again.parallel, fresh) == {"step": 4}
+        found = load_checkpoint(tmp_path / f"point-{changes['tables']['shard_rows']}", again.parallel, fresh, again.world)
+        assert found == {"step": 4}
         return straight, steps(again, fresh, 4, 9)
 
     for optimizer in ("rowwise_adagrad", "adagrad", "sgd"):
