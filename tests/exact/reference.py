@@ -320,8 +320,8 @@ def build_optimizers(plan: Plan, names: Weights) -> list[torch.optim.Optimizer]:
 
 
 ROUNDING = 2.0**-18
-"""What float32 may leave uncertain of a gradient, as a share of the largest one of its row: 64 units in the last place. 1e-5 was seen, where
-the terms of a whole row nearly cancel."""
+"""What float32 may leave uncertain of a gradient, as a share of the largest one of its row: 64 units in the last place. 1e-5 was seen,
+where the terms of a whole row nearly cancel."""
 
 
 def train_reference(plan: Plan, start: Weights, steps: Iterable[Step], sway: int = 0) -> tuple[list[float], Weights]:
