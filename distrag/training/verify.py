@@ -29,9 +29,9 @@ from distrag.world import World, launched_size
 MAX_SIZE = 64
 """Ranks that one machine is asked to hold."""
 STEPS, TOLERANCE = 20, 1e-6
-_EPS_PER_RATE = 5e-3
+_EPS_PER_RATE = 0.05
 """Smallest eps of an adaptive optimizer, as a multiple of its rate. A first gradient of about the size of eps is divided by itself, its
-rounding too; with so much eps what float32 leaves uncertain of a gradient, about 1e-9, moves no weight by more than the tolerance."""
+rounding too; with so much eps what float32 leaves uncertain of a gradient, 1e-9 to 1e-8, moves no weight by more than the tolerance."""
 _UNSHARDED = "unsharded"
 
 

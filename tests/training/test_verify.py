@@ -65,7 +65,7 @@ def test_a_config_is_equal_on_two_ranks_and_unsharded_and_its_run_directory_stay
         "batching.max_samples 2 -> null",
         "optim.warmup_steps 1000 -> 0",
         "optim.schedule cosine -> constant",
-        "optim.eps 1e-08 -> 1e-05",
+        "optim.eps 1e-08 -> 0.0001",
         "train.precision bf16 -> fp32",
     ]
     assert "equal within 1e-06" in describe_verify(numbers)
