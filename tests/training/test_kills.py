@@ -13,7 +13,7 @@ import pytest
 from tests.training.kills import PER_RANK, kill_and_resume
 
 
-@pytest.mark.parametrize(("worlds", "keys"), [((2, 1, 2), PER_RANK), ((2, 4), {})])
+@pytest.mark.parametrize(("worlds", "keys"), [((2, 1, 2), PER_RANK), ((2, 4), {"train__async_save": False})])
 def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, worlds: tuple[int, ...], keys: dict[str, Any]) -> None:
     found = kill_and_resume(tmp_path, kills=4, worlds=worlds, num_samples=900, seed=3, **keys)
     assert found["kills"] == 4
