@@ -222,6 +222,7 @@ BENCHES = {
     "plan-balance": "how even planned steps are over the ranks, beside a random deal and balancing after loading",
     "plan-speed": "seconds and memory of planning an epoch, beside other samplers",
     "safety": "what the checks of a training step cost",
+    "saving": "how long a save holds up training, written in its way and beside it",
     "ranks": "under torchrun: the ranks' measured imbalance, by the plan and by a plain DistributedSampler",
 }
 
@@ -235,6 +236,8 @@ def _bench(words: list[str]) -> None:
         from distrag.bench.speed import bench
     elif which == "ranks":
         from distrag.bench.ranks import bench
+    elif which == "saving":
+        from distrag.bench.saving import bench
     elif which == "safety":
         from distrag.bench.safety import bench
     else:

@@ -74,6 +74,10 @@ class World:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else _available_bytes()
         return -int(self.all_reduce_max(torch.tensor(-free, device=self.device)))
 
+    def free_host_bytes(self) -> int:
+        """Returns how many bytes of its host's memory a rank may take, its share of what is free; the smallest answer of all ranks."""
+        return -int(self.all_reduce_max(torch.tensor(-(_available_bytes() // self.local_size), device=self.device)))
+
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """Returns `value` after adding every other rank's to it, in place, on every rank."""
         if self.size > 1:
