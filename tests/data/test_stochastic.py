@@ -112,7 +112,7 @@ def test_histories_of_no_and_of_one_event_are_left_alone() -> None:
     for epoch in range(5):
         assert view.at_epoch(epoch).lengths.tolist() == [0, 1, 0, 1, 1]
     for lengths in ([1, 1, 0], [1]):
-        with pytest.raises(ValueError, match="No history can be cut(.|\n)*truncate=newest"):
+        with pytest.raises(ValueError, match=r"No history can be cut(.|\n)*truncate=newest"):
             find_tau(whole(np.array(lengths)), 30, (1, 1, 0), 0.5)
     for lengths in ([0, 0], []):
         nothing = whole(np.array(lengths, np.int64))
