@@ -91,7 +91,7 @@ def test_the_expected_cost_is_that_of_the_discrete_law_and_tau_inverts_it(some: 
     assert expected_cost(counts, cost, tau) == pytest.approx(enumerated(counts, cost, tau), rel=1e-9, abs=1e-9)
     full, least = expected_cost(counts, cost, math.inf), least_share(counts, cost)
     if full and share < least * (1 - 1e-9):
-        with pytest.raises(ValueError, match="so low a mean cost|No history can be cut"):
+        with pytest.raises(ValueError, match=r"so low a mean cost|No history can be cut"):
             solve_tau(counts, cost, share)
     else:
         share = max(share, least)
