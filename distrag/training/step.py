@@ -13,6 +13,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from distrag.batch import RaggedBatch
 from distrag.embedding.boundary import BAD, SQUARES, STOP, never
+from distrag.model import SequenceModel
 from distrag.parallel import Parallel
 from distrag.problem import problem
 from distrag.training.guard import Guard
@@ -27,8 +28,9 @@ class StepResult:
     Attributes:
         loss_sum: this rank's loss sum, float32 `[]`.
         count: what the loss counted on this rank, float32 `[]`.
-        grad_norm: global norm of the dense gradient before clipping, the same on all ranks; 0 where it was not asked for.
-        vector_norm: norm of the gradients of all looked-up vectors of sharded tables, over all ranks; 0 without a guard.
+        grad_norm: global norm of the dense gradient before clipping, the same on all ranks; 0 without a guard.
+        vector_norm: norm of the gradients of all looked-up vectors of sharded tables, over all ranks; negatives that a step shares count
+            once for each rank and part. 0 without a guard.
         skipped: a number was not finite on some rank: nothing was updated, on any.
         stop: some rank was asked to stop.
     """
@@ -48,7 +50,6 @@ def train_step(
     world: World,
     *,
     clip_norm: float = 0.0,
-    want_norm: bool = False,
     watch: StepWatch | None = None,
     guard: Guard | None = None,
     stop: Callable[[], bool] = never,
@@ -71,7 +72,6 @@ def train_step(
         batch: this rank's share, on the device.
         world: the ranks.
         clip_norm: largest norm of the dense gradient; 0 does not clip. Gradients of sharded tables are not clipped.
-        want_norm: compute the norm even when neither clipping nor a guard asks for it.
         watch: times the parts of the step, its `begin` already called.
         guard: scales the loss, and lets only finite steps through; None updates whatever comes.
         stop: tells whether this rank was asked to stop; asked in the backward.
@@ -91,9 +91,9 @@ def train_step(
     loss_sum, count = run_parts(parallel, batch, factor, following, micro_batches)
     gradients = [p.grad for p in parallel.dense.values() if p.grad is not None]
     norm = torch.zeros(())
-    if guard is not None or clip_norm > 0 or want_norm:
+    if guard is not None or clip_norm > 0:
         norm = total_norm(gradients)
-    bad, stopped, squares, dense = _read(boundary.flags, norm) if guard is not None or want_norm else (0.0, 0.0, 0.0, 0.0)
+    bad, stopped, squares, dense = _read(boundary.flags, norm) if guard is not None else (0.0, 0.0, 0.0, 0.0)
     if guard is not None and not guard.admit(finite=bad == 0 and math.isfinite(dense)):
         boundary.drop()
         return StepResult(loss_sum, count, dense / scale, skipped=True, stop=stopped > 0)
@@ -138,7 +138,8 @@ def run_parts(
                 tables.begin(following.ids)
             (loss * factor).backward()
         total, counts = total + loss.detach(), counts + count.detach()
-    tables.go_on()
+    if following is not None:
+        tables.go_on()
     return total, counts
 
 
@@ -160,8 +161,12 @@ def cut_batch(parallel: Parallel, batch: RaggedBatch, num_parts: int) -> list[tu
     shares = torch.arange(1, num_parts, device=ends.device) * ends[-1] / num_parts
     bounds = [0, *torch.searchsorted(ends, shares).add(1).tolist(), batch.num_samples]
     bounds = sorted({min(bound, batch.num_samples) for bound in bounds})
-    shared = f"{parallel.plain.inputs.target}:negative" if parallel.plain.loss.negatives == "shared" else ""
-    return [(part.batch, part.where) for part in batch.cut(bounds, shared)]
+    return [(part.batch, part.where) for part in batch.cut(bounds, shared_key(parallel.plain))]
+
+
+def shared_key(model: SequenceModel) -> str:
+    """Returns the key of the negatives that a step shares, and every rank looks up; '' where there are none."""
+    return f"{model.inputs.target}:negative" if model.loss.negatives == "shared" else ""
 
 
 def _read(flags: Tensor, norm: Tensor) -> list[float]:
