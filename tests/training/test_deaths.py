@@ -51,6 +51,14 @@ def test_the_others_end_at_once_and_name_the_rank_its_host_and_its_error(
     assert not (run / "run" / "errors").exists()
 
 
+def test_a_rank_that_dies_while_a_save_is_written_beside_the_steps_is_named_as_soon(run: Path) -> None:
+    seen = die(run, "saving", "kill", launcher="processes", world_size=2, victim=1, train__async_save=True)
+    assert seen.seconds < LIMIT_S
+    assert (seen.codes, seen.named) == ([1, -9], [1])
+    again = die(run, "", "", launcher="processes", world_size=2, victim=0, train__resume=True, train__async_save=True)
+    assert again.codes == [0, 0]
+
+
 def test_a_rank_that_hangs_is_named_after_the_time_limit_of_a_collective_and_shows_where(run: Path) -> None:
     seen = die(run, "forward", "hang", launcher="processes", world_size=3, victim=1, train__timeout_s=4)
     assert seen.seconds < 4 + LIMIT_S
