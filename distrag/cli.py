@@ -1,4 +1,4 @@
-"""The command line: `distrag prepare | stats | plan | train | evaluate | bench | export | report`.
+"""The command line: `distrag prepare | stats | plan | verify | train | evaluate | bench | export | report`.
 
 Every command imports what it needs when it runs, so that `distrag --help` answers at once.
 """
@@ -19,6 +19,7 @@ COMMANDS = {
     "prepare": "files of histories or events -> a store",
     "stats": "lengths, padding, cuts and vocabularies of a store",
     "plan": "the steps, balance and placement of a config, without training",
+    "verify": "whether a config trains the same on several numbers of ranks",
     "train": "a config -> a trained, evaluated model in a run directory",
     "evaluate": "the metrics of a run, or of ranking by popularity",
     "bench": "this machine -> ratios against the padded way of working; how even and how quick plans are",
@@ -323,6 +324,35 @@ def _plan(words: list[str]) -> None:
     print(json.dumps(numbers, indent=1) if args.json else describe(numbers))
 
 
+def _verify(words: list[str]) -> None:
+    parser = _parser("verify")
+    parser.add_argument("config", help="YAML of a run")
+    parser.add_argument("--world-sizes", default="1,2", metavar="1,2,...", help="numbers of ranks, started here; 1 is always among them")
+    parser.add_argument("--steps", type=int, default=20, help="global steps to train")
+    parser.add_argument("--tolerance", type=float, default=1e-6, help="largest difference that is still equal")
+    parser.add_argument("--json", action="store_true")
+    args, overrides = parser.parse_known_args(words)
+    from distrag.config import read_config
+    from distrag.training.verify import verify
+    from distrag.training.verify_text import describe_verify, verify_json
+
+    config = read_config(["--config", args.config, *_full(overrides)])
+    numbers = verify(config, _sizes(args.world_sizes), steps=args.steps, tolerance=args.tolerance)
+    print(verify_json(numbers) if args.json else describe_verify(numbers))
+    if not numbers["exact"]:
+        raise SystemExit(1)
+
+
+def _sizes(text: str) -> list[int]:
+    from distrag.problem import problem
+
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        todo = "name numbers of ranks, with commas between them"
+        raise problem("Not a list of numbers", got=text, wanted="such as 1,2,4", where="--world-sizes", todo=todo) from None
+
+
 def _evaluate(words: list[str]) -> None:
     parser = _parser("evaluate")
     parser.add_argument("run", nargs="?", help="a run directory")
@@ -358,11 +388,14 @@ def _evaluate(words: list[str]) -> None:
 
 def _popularity(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from distrag.config import check_ks
+    from distrag.data.checks import check_values
     from distrag.data.store import open_store
     from distrag.evaluate import evaluate_popularity
-    from distrag.world import open_world
+    from distrag.world import agreed, open_world
 
     ks = [5, 10, 20] if args.ks is None else args.ks
     check_ks(ks, "--ks")
     with open_world("cpu") as world:
-        return evaluate_popularity(open_store(args.data), world, args.popularity, ks), world.rank
+        store = agreed(world, lambda: open_store(args.data))
+        agreed(world, lambda: check_values(store, world.rank, world.size))
+        return evaluate_popularity(store, world, args.popularity, ks), world.rank

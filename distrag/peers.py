@@ -170,6 +170,7 @@ class Peers:
                 self._gone |= {message["gone"]} if "gone" in message else set()
                 self._over |= "bye" in message
                 self._news.notify_all()
+        self._line.socket.close()
         with self._news:
             self._gone.add(0)
             if not self._over and not self.verdict:
@@ -286,10 +287,10 @@ class _Hub(threading.Thread):
         line = _Line(sock)
         sock.settimeout(2.0)  # a stranger who says nothing must not hold up the ranks
         try:
-            hello = next(iter(line), {})
+            hello: Any = next(iter(line), None)
         except ValueError:
-            hello = {}
-        if hello.get("token") != self._token:
+            hello = None
+        if not isinstance(hello, dict) or hello.get("token") != self._token:
             sock.close()
             return
         sock.settimeout(None)

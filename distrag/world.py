@@ -203,6 +203,11 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
     return World(rank, size, local_rank, local_size, chosen)
 
 
+def launched_size() -> int:
+    """Returns how many processes a launcher says it has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _join_others(backend: str, limit: datetime.timedelta) -> None:
     """Starts the process group of several ranks."""
     try:
@@ -249,6 +254,31 @@ def _device(name: str, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def join_world(rank: int, size: int, meeting: Path, device: str = "auto", *, timeout_s: float = 300.0) -> Iterator[World]:
+    """Gives a World to one of several processes that a command has started on this machine itself, for as long as the block runs.
+
+    Args:
+        rank: number of this process.
+        size: how many there are.
+        meeting: a file that does not exist yet, the same for all of them; they find each other there.
+        device: as for `start_world`.
+        timeout_s: as for `start_world`.
+    """
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is to be reached, and the machine's own name may not resolve
+    backend = "cpu:gloo,cuda:nccl" if _device(device, rank).type == "cuda" else "gloo"
+    limit = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method=meeting.absolute().as_uri(), rank=rank, world_size=size, timeout=limit)
+    try:
+        with open_world(device, timeout_s=timeout_s) as world:
+            yield world
+            world.barrier()
+    finally:
+        _leave()
 
 
 def end_world(world: World) -> None:

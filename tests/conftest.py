@@ -34,8 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def usual_process() -> Iterator[None]:
     """Undoes what a world that a test has started, and not ended, leaves to its process."""
+    had_one = dist.is_initialized()  # a module's own
     yield
-    if dist.is_initialized():
+    if dist.is_initialized() and not had_one:
         dist.destroy_process_group()
     torch.set_flush_denormal(False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -134,3 +135,40 @@ def test_debug_keeps_the_traceback(tmp_path: Path) -> None:
 def test_help_of_training_tells_what_encoders_take_by_default() -> None:
     text = " ".join(call("train", "--help").split())
     assert "transformer blocks (self_attention 1, sasrec 2)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "seconds", "code"),
+    [
+        (["prepare", "synthetic", "--out", "store", "--num-samples", "3000000"], signal.SIGINT, 1.0, 130),
+        (["prepare", "synthetic", "--out", "store", "--num-samples", "3000000"], signal.SIGTERM, 1.0, 143),
+        (["plan", "configs/quickstart.yaml"], signal.SIGINT, 0.3, 130),
+        (["plan", "configs/quickstart.yaml"], signal.SIGTERM, 0.3, 143),
+        (["evaluate", "--popularity", "train", "--data", "nowhere"], signal.SIGINT, 0.3, 130),
+        (["train", "--config", "configs/quickstart.yaml"], signal.SIGTERM, 0.3, 75),
+    ],
+)
+def test_a_command_that_is_stopped_ends_at_once_and_leaves_nothing(
+    words: list[str], number: int, seconds: float, code: int, tmp_path: Path
+) -> None:
+    def listen() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it, and so do its children
+
+    command = [sys.executable, "-m", "distrag", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=listen
+    ) as process:
+        while not _catches(process.pid, signal.SIGTERM):
+            time.sleep(0.01)
+        time.sleep(seconds)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (code, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Returns whether a process has a handler for a signal."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distrag.batching.plan import plan_epoch
-from distrag.bench.arguments import count
+from distrag.bench.arguments import count, report_file, seed
 from distrag.bench.dealing import deal_equal_counts, random_batches
 from distrag.bench.lengths import DRAWN, draw_lengths, read_lengths
 from distrag.bench.machine import describe_machine, machine_line
@@ -108,8 +108,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples-a-rank", nargs="+", type=count, default=[256, 32], help="mean samples of a rank in a step")
     parser.add_argument("--max-steps", type=count, default=400, help="steps to look at, spread over the epoch")
     parser.add_argument("--dim", type=count, default=256, help="width of the SASRec encoder whose cost is balanced")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="file for everything measured")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--json", type=report_file, help="file for everything measured")
 
 
 def _describe(known: dict[str, Ints]) -> Report:

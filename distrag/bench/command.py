@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from distrag.bench.arguments import count, real, report_file
 from distrag.bench.histories import BenchData, draw_histories, read_histories
 from distrag.bench.machine import describe_machine
 from distrag.bench.padded import PADDED_ENCODERS, PaddedLoading, PaddedModel, PaddedSide, Samples, build_loader
@@ -55,19 +56,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = ModelShape()
     parser.add_argument("--data", help="a store whose histories are used; otherwise lognormal ones are drawn")
     parser.add_argument("--encoders", nargs="+", choices=tuple(PADDED_ENCODERS), default=list(PADDED_ENCODERS))
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[32, 256], help="samples a step")
-    parser.add_argument("--rounds", type=int, default=7, help="laps of each side; the medians count")
-    parser.add_argument("--seconds", type=float, default=0.5, help="least length of a lap")
-    parser.add_argument("--samples", type=int, default=1_000_000, help="histories")
-    parser.add_argument("--num-items", type=int, default=50_000, help="items of drawn histories")
-    parser.add_argument("--dim", type=int, default=shape.dim, help="width of the model")
-    parser.add_argument("--max-len", type=int, default=shape.max_len, help="longest history")
-    parser.add_argument("--num-layers", type=int, default=shape.num_layers, help="layers of gru and self_attention")
-    parser.add_argument("--num-heads", type=int, default=shape.num_heads, help="heads of self_attention")
-    parser.add_argument("--dropout", type=float, default=shape.dropout, help="of self_attention, on both sides")
+    parser.add_argument("--batch-sizes", nargs="+", type=count, default=[32, 256], help="samples a step")
+    parser.add_argument("--rounds", type=count, default=7, help="laps of each side; the medians count")
+    parser.add_argument("--seconds", type=real(0.0), default=0.5, help="least length of a lap")
+    parser.add_argument("--samples", type=count, default=1_000_000, help="histories")
+    parser.add_argument("--num-items", type=count, default=50_000, help="items of drawn histories")
+    parser.add_argument("--dim", type=count, default=shape.dim, help="width of the model")
+    parser.add_argument("--max-len", type=count, default=shape.max_len, help="longest history")
+    parser.add_argument("--num-layers", type=count, default=shape.num_layers, help="layers of gru and self_attention")
+    parser.add_argument("--num-heads", type=count, default=shape.num_heads, help="heads of self_attention")
+    parser.add_argument("--dropout", type=real(0.0, 1.0), default=shape.dropout, help="of self_attention, on both sides")
     parser.add_argument("--fused-adam", action="store_true", help="give the padded side torch's fused Adam, as distrag has")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--json", help="file for everything measured")
+    parser.add_argument("--threads", type=count, default=1, help="threads of torch")
+    parser.add_argument("--json", type=report_file, help="file for everything measured")
 
 
 def _measure(args: argparse.Namespace, data: BenchData, store: Path, world: World) -> Report:

@@ -14,7 +14,7 @@ import torch
 
 from distrag.batching.loader import Loader
 from distrag.batching.sampler import TokenBudgetSampler
-from distrag.bench.arguments import count
+from distrag.bench.arguments import count, report_file
 from distrag.bench.machine import describe_machine, machine_line
 from distrag.bench.plain import PlainSampler
 from distrag.bench.table import build_table, open_console
@@ -113,7 +113,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-steps", type=count, default=10**9, help="steps of a lap; otherwise the whole epoch")
     parser.add_argument("--threads", type=count, default=1, help="threads of torch in each rank")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", help="file for everything measured")
+    parser.add_argument("--json", type=report_file, help="file for everything measured")
 
 
 def _config(args: argparse.Namespace, world: World) -> RunConfig:

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrag.bench.arguments import count
+from distrag.bench.arguments import count, report_file, seed
 from distrag.bench.lengths import DRAWN, draw_lengths
 from distrag.bench.machine import describe_machine, machine_line
 from distrag.bench.table import build_table, open_console
@@ -59,8 +59,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples-a-rank", nargs="+", type=count, default=[256, 32], help="mean samples of a rank in a step")
     parser.add_argument("--dim", type=count, default=256, help="width of the SASRec encoder whose cost is balanced")
     parser.add_argument("--others-up-to", type=count, default=10**7, help="lengths up to which the other samplers run; beyond, ~ scales up")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="file for everything measured")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--json", type=report_file, help="file for everything measured")
 
 
 def _measure(name: str, tasks: list[Task], others_up_to: int) -> Iterator[Report]:

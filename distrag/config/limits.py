@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
+from sys import float_info
 from typing import Any, NamedTuple
 
 from distrag.config.sections import RunConfig
+from distrag.data.remote import is_url
 from distrag.data.windows import POLICIES
 from distrag.embedding.config import SHARDINGS, TABLE_OPTIMIZERS
 from distrag.problem import problem
@@ -125,18 +128,17 @@ def check_config(config: RunConfig) -> RunConfig:
     _check_locality(config)
     _check_features(config)
     _check_metric(config)
-    if not config.train.run_dir:
-        raise problem("No run directory", got="an empty path", wanted="a folder", where="train.run_dir", todo="set --train.run_dir")
+    _check_places(config)
     return config
 
 
 def check_number(value: float, allowed: Range, where: str) -> None:
-    """Refuses a number outside its range, NaN and infinity included.
+    """Refuses a number outside its range, NaN, infinity and what counts as 0 in training (subnormal numbers are flushed) included.
 
     Raises:
         ValueError: naming the key, its value and the range.
     """
-    if value not in allowed:  # NaN is in none
+    if value not in allowed or 0 < abs(value) < float_info.min:  # NaN is in none
         got = "a number of many digits" if isinstance(value, int) and abs(value) > 10**40 else value
         raise problem("A number out of range", got=got, wanted=allowed, where=where, todo=f"set {where} to a number in this range")
 
@@ -185,6 +187,27 @@ def _check_text(key: str, value: str) -> None:
         raise problem(
             "A text that no name can be", got=got, wanted="printable characters, at most 255 bytes a name", where=key, todo=f"set --{key}"
         )
+
+
+def _check_places(config: RunConfig) -> None:
+    """Refuses folders that a run writes to and that are none of its own: a run is moved aside, whole, when another one begins there."""
+    run_dir, cache = config.train.run_dir, config.data.cache
+    if not run_dir.strip():
+        raise problem("No run directory", got="an empty path", wanted="a folder", where="train.run_dir", todo="set --train.run_dir")
+    for key, path in (("train.run_dir", run_dir), ("data.cache", cache)):
+        if path is not None and (is_url(path) or not path.strip()):
+            todo = f"set --{key} to a folder"
+            raise problem("A folder of this machine is needed", got=path, wanted="a path without ://", where=key, todo=todo)
+    run, here = os.path.realpath(run_dir), os.path.realpath(".")
+    store = os.path.realpath(config.data.path) if config.data.path and not is_url(config.data.path) else ""
+    for name, other in (("the folder that distrag was started in", here), ("the store", store)):
+        if other == run or other.startswith(run.rstrip("/") + "/"):
+            todo = "set --train.run_dir to a folder of its own, such as runs/mine"
+            got = f"{run_dir}, which is or holds {name}"
+            raise problem("The run directory is not free", got=got, wanted="a folder of its own", where="train.run_dir", todo=todo)
+    if store and run.startswith(store.rstrip("/") + "/"):
+        todo = "set --train.run_dir to a folder outside the store"
+        raise problem("The run directory lies in the store", got=run_dir, wanted="another folder", where="train.run_dir", todo=todo)
 
 
 def _check_budget(config: RunConfig) -> None:

@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
+from distrag.config.inexact import refuse_inexact
 from distrag.config.limits import check_config
 from distrag.config.sections import RunConfig
+from distrag.data.plain_types import WrongType, convert, describe, holds_text
+from distrag.data.text_file import parse_yaml, read_small
 from distrag.problem import problem
 
 _SEE_HELP = "`distrag train --help` lists every key with its type"
 _FREE = ("tables.per_table",)  # its keys are names of tables
+_LINE = "the command line"
+
+Given = dict[str, tuple[Any, str]]
+"""Dotted key -> the value given for it and where it was given; a later one replaces an earlier one."""
 
 
 def build_parser(prog: str = "distrag train") -> ArgumentParser:
     """Returns the parser whose `--help` is made from the docstrings of the sections."""
-    parser = ArgumentParser(prog=prog, description="Trains, evaluates and writes a run directory.", exit_on_error=False)
+    about = "Trains, evaluates and writes a run directory."
+    parser = ArgumentParser(prog=prog, description=about, exit_on_error=False, print_config=None)
     parser.add_argument("--config", action="config", help="YAML file with any of these keys")
     parser.add_class_arguments(RunConfig)
     return parser
 
 
 @cache
-def _parser() -> ArgumentParser:
-    return build_parser()  # reads every docstring, which takes longer than all the rest
-
-
-@cache
 def known_keys() -> tuple[str, ...]:
     """Returns every dotted key of the config."""
-    return tuple(key for key, _ in _dotted(dataclasses.asdict(RunConfig())))
+    return tuple(_hints())
 
 
 def read_config(args: Sequence[str] | Mapping[str, Any] | RunConfig) -> RunConfig:
@@ -51,86 +52,34 @@ def read_config(args: Sequence[str] | Mapping[str, Any] | RunConfig) -> RunConfi
     """
     if isinstance(args, RunConfig):
         return check_config(args)
-    parser = _parser()
+    given: Given = {}
     if isinstance(args, Mapping):
-        _check_tree(args, "the config mapping")
-        parsed = _parse(lambda: parser.parse_object(dict(args)))
+        _take_tree(given, args, "the config mapping")
     else:
-        words = [str(word) for word in args]
-        _check_words(words)
-        parsed = _parse(lambda: parser.parse_args(words))
-    made = parser.instantiate(parsed)
-    return check_config(RunConfig(**{f.name: made[f.name] for f in dataclasses.fields(RunConfig)}))
-
-
-def _parse(parse: Callable[[], Namespace]) -> Namespace:
-    try:
-        return parse()
-    except ArgumentError as error:
-        got = " ".join(str(error).split())
-        raise problem(
-            "The config cannot be read",
-            got=got,
-            wanted="values of the documented types",
-            where="config",
-            todo=f"mend the value; {_SEE_HELP}",
-        ) from None
-
-
-def _check_words(words: Sequence[str]) -> None:
-    expects_value = False
-    for i, word in enumerate(words):
-        if not word.startswith("--"):
-            if not expects_value and word != "-h":
-                todo = f"write --config {word}" if Path(word).suffix in (".yaml", ".yml") else "give values as --key=value"
-                raise problem("A word that belongs to no key", got=word, wanted="--config FILE or --key=value", where=_LINE, todo=todo)
-            expects_value = False
-            continue
-        key, equals, value = word[2:].partition("=")
-        expects_value = not equals
-        if key == "config":
-            path = value if equals else words[i + 1] if i + 1 < len(words) else ""
-            _check_tree(read_yaml(path), path)
-        elif key not in ("help", "print_config"):
-            check_keys([key], _LINE)
-
-
-_LINE = "the command line"
+        _take_words(given, [str(word) for word in args])
+    return check_config(_filled(RunConfig(), given))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Returns the mapping in a YAML file.
 
     Raises:
-        ValueError: no such file, or not a mapping.
+        ValueError: no such file, no YAML, or not a mapping.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that is none
-        raise problem(
-            "The config file cannot be read", got=error, wanted="a YAML file", where=path, todo="mend the path or the file"
-        ) from None
+    what, todo = "The config file", "mend the path or the file; see configs/"
+    if not str(path):
+        raise problem(f"{what} cannot be read", got="no name", wanted="a YAML file", where=f"--config on {_LINE}", todo=todo)
+    content = parse_yaml(read_small(path, what=what, todo=todo), path, what=what, todo=todo)
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise problem(
-            "The config file is no mapping", got=type(content).__name__, wanted="section: {key: value}", where=path, todo="see configs/"
-        )
+        got = {"list": "a list", "str": "a text"}.get(type(content).__name__, "a number")
+        raise problem("The config file is no mapping", got=got, wanted="section: {key: value}", where=path, todo="see configs/")
     return content
 
 
-def _check_tree(tree: Mapping[str, Any], where: str) -> None:
-    """Refuses unknown keys, and a section that is given as one value."""
-    leaves = _dotted(tree)
-    check_keys([key for key, _ in leaves], where)
-    sections = _sections()
-    for key, value in leaves:
-        if key in sections and value != {}:
-            raise problem("A section is no mapping", got=value, wanted="key: value", where=f"{key} in {where}", todo=_SEE_HELP)
-
-
 def check_keys(keys: Sequence[str], where: str) -> None:
-    """Refuses a key that does not exist, naming the nearest one that does.
+    """Refuses a key that does not exist, naming the nearest one that does, or why there is none.
 
     Raises:
         ValueError: for the first unknown key.
@@ -139,18 +88,131 @@ def check_keys(keys: Sequence[str], where: str) -> None:
     for key in keys:
         if key in known or key in sections or any(key.startswith(f"{free}.") for free in _FREE):
             continue
+        refuse_inexact(key, where)
         near = _nearest(key, [*known, *sections])
         wanted = f"did you mean {near!r}?" if near else f"a key of {sorted(sections)}"
         raise problem("An unknown config key", got=key, wanted=wanted, where=where, todo=f"correct the key; {_SEE_HELP}")
 
 
+def _take_words(given: Given, words: Sequence[str]) -> None:
+    """Adds what the words say, files of `--config` included, in their order."""
+    rest = iter(enumerate(words))
+    for i, word in rest:
+        if not word.startswith("--"):
+            todo = f"write --config {word}" if Path(word).suffix in (".yaml", ".yml") else "give values as --key=value"
+            raise problem("A word that belongs to no key", got=word, wanted="--config FILE or --key=value", where=_LINE, todo=todo)
+        key, equals, value = word[2:].partition("=")
+        if key != "config":
+            check_keys([key], _LINE)
+        if not equals:
+            if i + 1 == len(words) or words[i + 1].startswith("--"):
+                todo = f"give the value as --{key}=VALUE"
+                raise problem("A key without a value", got=" ".join(words[i : i + 2]), wanted=f"--{key}=VALUE", where=_LINE, todo=todo)
+            value = next(rest)[1]
+        if key == "config":
+            _take_tree(given, read_yaml(value), value)
+        else:
+            _take_word(given, key, value)
+
+
+def _take_word(given: Given, key: str, value: str) -> None:
+    where, hint = f"--{key} on {_LINE}", _hints().get(key)
+    if hint is not None and holds_text(hint):
+        given[key] = (None if value == "null" and describe(hint).endswith("or null") else value, where)
+        return
+    if any(key.startswith(f"{free}.") for free in _FREE):
+        _take_tree(given, {key: value}, where)
+        return
+    found = parse_yaml(value, where, what="A value", todo=f"mend the value; {_SEE_HELP}")
+    if hint is not None:
+        given[key] = (found, where)
+    else:
+        _take_tree(given, {key: found}, where)
+
+
+def _take_tree(given: Given, tree: Mapping[str, Any], where: str) -> None:
+    """Adds the leaves of a nested mapping; refuses unknown keys, keys given twice, and a section that is given as one value."""
+    leaves, sections = list(_leaves(tree)), _sections()
+    check_keys([key for key, _ in leaves], where)
+    seen: set[str] = set()
+    for key, value in leaves:
+        place = where if where.startswith("--") else f"{key} in {where}"
+        if key in sections and value != {}:
+            raise problem("A section is no mapping", got=_shown(value), wanted="key: value", where=place, todo=_SEE_HELP)
+        if key in seen:
+            raise problem("A key is given twice", got=key, wanted="each once", where=where, todo="leave one of them out")
+        seen.add(key)
+        free = next((free for free in _FREE if key.startswith(f"{free}.")), "")
+        if free:
+            before = given.get(free, ({}, ""))[0]
+            given[free] = ({**(before if isinstance(before, dict) else {}), key.removeprefix(f"{free}."): value}, place)
+        elif key not in sections:
+            given[key] = (value, place)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted key and value down to the keys that there are; an empty mapping is a value."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in _hints():
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _filled(section: Any, given: Given, prefix: str = "") -> Any:
+    """Returns a section of the config with what was given for its keys, each of its type."""
+    hints, changes = get_type_hints(type(section)), {}
+    for entry in dataclasses.fields(section):
+        key, now = f"{prefix}{entry.name}", getattr(section, entry.name)
+        if dataclasses.is_dataclass(now):
+            changes[entry.name] = _filled(now, given, f"{key}.")
+        elif key in given:
+            value, where = given[key]
+            try:
+                changes[entry.name] = convert(value, hints[entry.name])
+            except WrongType:
+                todo = f"mend the value; {_SEE_HELP}"
+                wanted = describe(hints[entry.name])
+                raise problem("A value of another type", got=_shown(value), wanted=wanted, where=where, todo=todo) from None
+    return dataclasses.replace(section, **changes)
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as a message shows it: texts in quotes, so that '3' is no 3."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and abs(value) > 10**40:
+        return "a number of many digits"
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    """Returns the declared type of every dotted key."""
+
+    def walk(section: Any, prefix: str) -> dict[str, Any]:
+        hints: dict[str, Any] = get_type_hints(type(section))
+        found: dict[str, Any] = {}
+        for entry in dataclasses.fields(section):
+            now = getattr(section, entry.name)
+            its = walk(now, f"{prefix}{entry.name}.") if dataclasses.is_dataclass(now) else {f"{prefix}{entry.name}": hints[entry.name]}
+            found |= its
+        return found
+
+    return walk(RunConfig(), "")
+
+
 @cache
 def _sections() -> frozenset[str]:
-    return frozenset(key.rsplit(".", 1)[0] for key in known_keys() if "." in key)
+    names = {key.rpartition(".")[0] for key in known_keys() if "." in key}
+    return frozenset(names | {name.rpartition(".")[0] for name in names if "." in name})
 
 
 def _nearest(key: str, names: Sequence[str]) -> str:
     """Returns the name most like `key`, as a whole or in its last word; '' when none is."""
+    key = key[-200:]  # what likeness takes grows with the square
 
     def likeness(name: str) -> float:
         ends = (key.rsplit(".", 1)[-1], name.rsplit(".", 1)[-1])
@@ -158,14 +220,3 @@ def _nearest(key: str, names: Sequence[str]) -> str:
 
     best = max(names, key=likeness)
     return best if likeness(best) >= 0.5 else ""
-
-
-def _dotted(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Returns dotted key and value of every leaf; an empty mapping is one."""
-    out: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            out += _dotted(value, f"{prefix}{key}.")
-        else:
-            out.append((f"{prefix}{key}", value))
-    return out

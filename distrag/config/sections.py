@@ -31,7 +31,7 @@ class OptimConfig:
         table_lr: learning rate of sharded tables.
         weight_decay: of the dense matrices; never of tables, norms and biases.
         betas: decay rates of the Adam moments.
-        eps: of Adam.
+        eps: of Adam, and of Adagrad of replicated tables.
         warmup_steps: steps over which all rates rise linearly.
         schedule: constant, or cosine (falls to min_lr_share of the rate at the last step).
         min_lr_share: share of the rate that cosine ends at.

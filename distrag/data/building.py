@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distrag.data.collect import Ids, Numbers, Spool, Times, per_sample
@@ -83,7 +84,8 @@ class Building:
             if column is not None:
                 self.spool.append(name, per_sample(decode(batch[column]), name, f"{file}, column {column!r}", first))
         if self.recipe.key is not None:
-            self.spool.append("key", _keys(decode(batch[self.recipe.key]), f"{file}, column {self.recipe.key!r}"))
+            where = f"{file}, column {self.recipe.key!r}"
+            self.spool.append("key", _keys(decode(batch[self.recipe.key]), self.num_samples - len(batch[self.recipe.key]), where))
 
     def write(self, folder: Path, provenance: Mapping[str, Any], on_unknown: str) -> Schema:
         """Returns the schema of the store it writes into `folder`."""
@@ -150,12 +152,20 @@ def _check_lengths(lengths: Mapping[str, NDArray[np.int64]], file: str, first: i
             raise problem("Lists of one row differ in length", got=found, wanted="one length a row", where=where, todo=todo)
 
 
-def _keys(values: pa.Array, where: str) -> NDArray[np.int64]:
+def _keys(values: pa.Array, first: int, where: str) -> NDArray[np.int64]:
+    """Returns a number for whose row it is; a row of nobody gets one that no other row has, from the smallest integer on.
+
+    Args:
+        values: the raw keys.
+        first: number of the first row.
+        where: for the error.
+    """
+    nobody = np.iinfo(np.int64).min + first + np.arange(len(values))
     if pa.types.is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_null(values.type):
         whole, null = integers(values, where)
-        return np.where(null, -1, whole)
+        return np.where(null, nobody, whole)
     encoded = texts(values).dictionary_encode()
-    codes = [hash_text(word, (1 << 63) - 1) for word in encoded.dictionary.to_pylist()]
-    index: NDArray[np.int64] = encoded.indices.fill_null(len(codes)).to_numpy(zero_copy_only=False)
-    found: NDArray[np.int64] = np.array([*codes, -1], np.int64)[index]
-    return found
+    codes = np.array([*(hash_text(word, (1 << 63) - 1) for word in encoded.dictionary.to_pylist()), 0], np.int64)
+    null = pc.is_null(encoded.indices).to_numpy(zero_copy_only=False)
+    index: NDArray[np.int64] = encoded.indices.fill_null(len(codes) - 1).to_numpy(zero_copy_only=False)
+    return np.where(null, nobody, codes[index])

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from distrag.data.content import CHUNK, SAMPLES, arrow_schema, chunks, content_hash, read_vocabulary, vocabulary_path
+from distrag.data.content import CHUNK, SAMPLES, arrow_schema, chunks, content_hash, vocabulary_path
 from distrag.problem import problem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from distrag.data.schema import Schema
+    from distrag.data.schema import Feature, Schema
     from distrag.data.store import Store
 
 AGAIN = "copy the store again, or run `distrag prepare` with --overwrite"
@@ -24,7 +26,7 @@ AGAIN = "copy the store again, or run `distrag prepare` with --overwrite"
 def check_size(path: Path, schema: Schema) -> None:
     """Refuses a file of samples that is truncated or belongs to another schema."""
     file = path / SAMPLES
-    size = file.stat().st_size if file.is_file() else 0
+    size = file.stat().st_size if os.path.isfile(file) else 0
     if size != schema.num_bytes:
         raise problem(
             "The file of samples is truncated or not the one of this schema",
@@ -83,37 +85,91 @@ def check_offsets(store: Store) -> None:
 
 
 def check_vocabulary(path: Path, table: str, size: int) -> None:
-    """Refuses a vocabulary that is missing or does not have `size` values."""
+    """Refuses a vocabulary that is missing, or is not `size` whole numbers or texts, one column of one batch, without nulls."""
     file = vocabulary_path(path, table)
     try:
-        got: object = len(read_vocabulary(path, table))
-    except (pa.ArrowInvalid, OSError) as error:
+        got = _describe_values(file)
+    except (pa.ArrowException, OSError) as error:
         got = str(error).split("\n")[0]
-    if got != size:
-        raise problem("A vocabulary is missing or does not fit its table", got=got, wanted=f"{size} values", where=file, todo=AGAIN)
+    if got not in (f"{size} values of int64", f"{size} values of large_string"):
+        wanted = f"{size} values of int64 or large_string"
+        raise problem("A vocabulary is missing or does not fit its table", got=got, wanted=wanted, where=file, todo=AGAIN)
+
+
+def _describe_values(file: Path) -> str:
+    if not os.path.isfile(file):  # a pipe would be waited for
+        return "no such file"
+    with pa.ipc.open_file(pa.memory_map(str(file))) as reader:
+        if reader.num_record_batches != 1 or reader.schema.names != ["value"]:
+            return f"{reader.num_record_batches} batches of columns {reader.schema.names}"
+        values = reader.get_batch(0).column(0)
+    values.validate()
+    return f"{len(values)} values of {values.type}" + (f", {values.null_count} of them null" if values.null_count else "")
+
+
+def check_values(store: Store, part: int = 0, parts: int = 1) -> None:
+    """Refuses ids outside their tables, numbers, labels and weights that are not finite, and weights below 0, among the rows held here.
+
+    Args:
+        store: opened store.
+        part: which share of the rows, so that ranks can read a share each.
+        parts: how many shares there are.
+
+    Raises:
+        ValueError: naming the first feature and sample.
+    """
+    held = np.array([[0, store.num_samples]]) if store.held is None else store.held
+    for first, end in held.tolist():
+        rows = slice(first + (end - first) * part // parts, first + (end - first) * (part + 1) // parts)
+        positions = slice(int(store.offsets[rows.start]), int(store.offsets[rows.stop]))
+        for f in store.schema.history:
+            _check_feature(store, f, positions, per_position=True)
+        for f in store.schema.context:
+            _check_feature(store, f, rows, per_position=False)
+        for name, values in (("label", store.label), ("weight", store.weight)):
+            if values is not None:
+                _refuse(store, name, values, rows, "finite", lambda chunk: ~np.isfinite(chunk), per_position=False)
+        if store.weight is not None:
+            _refuse(store, "weight", store.weight, rows, "0 or more", lambda chunk: chunk < 0, per_position=False)
 
 
 def verify(store: Store) -> None:
-    """Reads every byte and refuses ids outside their tables, numbers that are not finite, and another content hash."""
+    """Reads every byte and refuses what `check_values` does, and another content hash."""
+    check_values(store)
     schema = store.schema
-    for place, features in (("history", schema.history), ("context", schema.context)):
-        for f in features:
-            values = store.columns[f"{place}:{f.name}"]
-            if f.kind == "id" and f.table is not None:
-                _verify_ids(store, f.name, values, schema.table(f.table).num_rows, per_position=place == "history")
-            bad = next((i * CHUNK for i, c in enumerate(chunks(values)) if f.kind == "number" and not np.isfinite(c).all()), None)
-            if bad is not None:
-                raise problem(
-                    "A number is not finite",
-                    got="NaN or infinity",
-                    wanted="finite",
-                    where=f"{store.path}, {f.name}, after {bad}",
-                    todo=AGAIN,
-                )
     vocabularies = {t.name: store.vocabulary(t.name) for t in schema.tables if t.kind == "vocabulary"}
     found = content_hash(schema, store.offsets, store.columns, vocabularies)
     if found != schema.content_hash:
         raise problem("The content is not what was prepared", got=found, wanted=schema.content_hash, where=store.path, todo=AGAIN)
+
+
+def _check_feature(store: Store, f: Feature, span: slice, *, per_position: bool) -> None:
+    values = store.columns[f"{'history' if per_position else 'context'}:{f.name}"]
+    if f.kind == "number":
+        _refuse(store, f.name, values, span, "finite", lambda chunk: ~np.isfinite(chunk), per_position=per_position)
+    elif f.kind == "id" and f.table is not None:
+        rows = store.schema.table(f.table).num_rows
+        _refuse(store, f.name, values, span, f"0 .. {rows - 1}", lambda chunk: (chunk >= rows) | (chunk < 0), per_position=per_position)
+
+
+def _refuse(
+    store: Store,
+    name: str,
+    values: NDArray[Any],
+    span: slice,
+    wanted: str,
+    is_bad: Callable[[NDArray[Any]], NDArray[np.bool_]],
+    *,
+    per_position: bool,
+) -> None:
+    for i, chunk in enumerate(chunks(values[span])):
+        bad = np.flatnonzero(is_bad(chunk))
+        if len(bad):
+            at = span.start + i * CHUNK + int(bad[0])
+            row = int(np.searchsorted(store.offsets, at, side="right")) - 1 if per_position else at
+            where = f"{store.path}, feature {name!r}, sample {row}" + (f", position {at - store.offsets[row]}" if per_position else "")
+            what = "A number cannot be used" if values.dtype.kind == "f" else "An id is outside its table"
+            raise problem(what, got=values[at].item(), wanted=wanted, where=where, todo=AGAIN)
 
 
 def _flat_names(schema: pa.Schema) -> list[str]:
@@ -125,13 +181,3 @@ def _flat_names(schema: pa.Schema) -> list[str]:
         else:
             names.append(f"{entry.name} ({entry.type})")
     return names
-
-
-def _verify_ids(store: Store, name: str, values: NDArray[Any], num_rows: int, *, per_position: bool) -> None:
-    for i, chunk in enumerate(chunks(values)):
-        bad = np.flatnonzero((chunk >= num_rows) | (chunk < 0))
-        if len(bad):
-            at = i * CHUNK + int(bad[0])
-            row = int(np.searchsorted(store.offsets, at, side="right")) - 1 if per_position else at
-            where = f"{store.path}, feature {name!r}, sample {row}" + (f", position {at - store.offsets[row]}" if per_position else "")
-            raise problem("An id is outside its table", got=int(values[at]), wanted=f"0 .. {num_rows - 1}", where=where, todo=AGAIN)

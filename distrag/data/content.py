@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -11,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distrag.data.schema import Schema, meaning
+from distrag.data.schema import UNSEALED, Schema, meaning, seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,12 +64,18 @@ def column_bytes(file: Path) -> dict[str, tuple[int, int, int]]:
     return {"offsets": (history.buffers()[1].address - whole.address, 8, len(history) + 1), **found}
 
 
-def content_hash(
-    schema: Schema, offsets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]], vocabularies: Mapping[str, pa.Array]
+def data_hash(
+    offsets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]], vocabularies: Mapping[str, pa.Array], start: bytes = b""
 ) -> str:
-    """Returns the blake2b hash of everything a reader sees; independent of Arrow's layout, paths and dates."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(meaning(schema), sort_keys=True).encode())
+    """Returns the blake2b hash of every value a reader sees; independent of Arrow's layout, paths and dates.
+
+    Args:
+        offsets: int64 `[N+1]`.
+        columns: by name.
+        vocabularies: raw values by table.
+        start: bytes that are hashed first.
+    """
+    digest = hashlib.blake2b(start, digest_size=16)
     for name, values in [("offsets", offsets), *sorted(columns.items())]:
         digest.update(f"{name}|{values.dtype.name}|{len(values)}|".encode())
         for chunk in chunks(values):
@@ -78,6 +85,15 @@ def content_hash(
         for part in _vocabulary_bytes(array):
             digest.update(part)
     return digest.hexdigest()
+
+
+def content_hash(
+    schema: Schema, offsets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]], vocabularies: Mapping[str, pa.Array]
+) -> str:
+    """Returns the `content_hash` that a schema with this data has, by the rule of its format version."""
+    if schema.format_version == UNSEALED:
+        return data_hash(offsets, columns, vocabularies, json.dumps(meaning(schema), sort_keys=True).encode())
+    return seal(replace(schema, data_hash=data_hash(offsets, columns, vocabularies)))
 
 
 def chunks(values: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def event_rows(
     """
     table = read_events(files, header)
     found = find_roles(table.column_names, roles, str(files[0]))
+    if "time" in found:
+        _check_time(table.column(found["time"]), found["time"], files)
     grouped = group_events(table, found["user"], per_user, str(files[0]))
     return table_rows(grouped, read_rows, {"files": [file_facts(f) for f in files], "roles": found}, f"{files[0]}, grouped by user", found)
 
@@ -57,11 +60,32 @@ def find_roles(names: Sequence[str], roles: Mapping[str, str], where: str) -> di
     return {role: name for role, name in found.items() if name is not None}
 
 
+def _check_time(column: pa.ChunkedArray, name: str, files: Sequence[Path]) -> None:
+    """Refuses a column of times in which a value is none: the first that is neither a number nor a date, as most others are."""
+    if not pa.types.is_large_string(column.type) and not pa.types.is_string(column.type):
+        return
+    good = pc.fill_null(pc.match_substring_regex(column, _NUMBER), True)
+    dates = pc.fill_null(pc.match_substring_regex(column, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,9})?)?Z?)?$"), True)
+    good = dates if pc.sum(dates).as_py() > pc.sum(good).as_py() else good
+    at = pc.index(good, False).as_py()
+    if at >= 0:
+        place = " and further files" if len(files) > 1 else f", line {at + 2}"
+        wanted, todo = "seconds since 1970 in every line, or a date such as 2024-01-31 12:00:00 in every line", "mend or drop the line"
+        where = f"{files[0]}{place}, column {name!r}, event {at}"
+        raise problem("A time that is none", got=f"{column[at].as_py()!r:.80}", wanted=wanted, where=where, todo=todo)
+
+
+_NUMBER = r"^-?\d+(\.\d*)?([eE][-+]?\d+)?$"
+
+
 def read_events(files: Sequence[Path], header: Sequence[str] | None = None) -> pa.Table:
-    """Returns all events of the files in order; a column that is not a number in every file is text in all of them."""
+    """Returns all events of the files in order; a column that is not a number in every file is text in all of them.
+
+    Numbers that begin with a 0, such as 007, are text too: they are names, and 7 is another one.
+    """
     try:
         tables = [_read(file, header, as_text=False) for file in files]
-        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        return _keep_zeros(pa.concat_tables(tables, promote_options="permissive").combine_chunks(), files, header)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         tables = [_read(file, header, as_text=True) for file in files]
     for table, file in zip(tables, files, strict=True):
@@ -117,14 +141,53 @@ def _read(file: Path, header: Sequence[str] | None, *, as_text: bool) -> pa.Tabl
             "Not readable as CSV", got=str(error).split("\n")[0], wanted="the same columns in every line", where=file, todo=_CSV
         ) from error
     # Names such as `item_id:token` are the atomic files of RecBole: the part behind the colon is a type.
-    return table.rename_columns([n.split(":")[0] for n in table.column_names])
+    plain = [n.split(":")[0] for n in table.column_names]
+    twice = sorted({name for name in plain if plain.count(name) > 1})
+    if twice:
+        where, todo = f"{file}, " + ("--header" if header else "line 1"), "give each column a name of its own"
+        raise problem("Two columns of one name", got=twice, wanted="each once", where=where, todo=todo)
+    binary = [name for name in table.column_names if pa.types.is_binary(table.schema.field(name).type)]
+    if binary:
+        where = f"{file}, column {binary[0]!r}"
+        raise problem("Not readable as CSV", got="bytes that are no UTF-8", wanted="UTF-8 text", where=where, todo=_CSV)
+    return table.rename_columns(plain)
 
 
 _CSV = "mend the file, or give Parquet instead"
 
 
+def _keep_zeros(table: pa.Table, files: Sequence[Path], header: Sequence[str] | None) -> pa.Table:
+    """Returns the table with columns of integers as text where one of them is written with a 0 in front."""
+    whole = [name for name in table.column_names if pa.types.is_integer(table.schema.field(name).type)]
+    if whole and _may_have_zeros(files):
+        written = pa.concat_tables([_read(file, header, as_text=True).select(whole) for file in files])
+        for name in whole:
+            column = written.column(name)
+            if pc.any(pc.match_substring_regex(column, _ZERO_NUMBER)).as_py():
+                table = table.set_column(table.column_names.index(name), name, column.combine_chunks())
+    return table
+
+
+def _may_have_zeros(files: Sequence[Path]) -> bool:
+    """Returns whether a value may begin with a 0 that a number does not have, from the bytes: dates such as 01/02/2003 may, too."""
+    for file in files:
+        with pa.input_stream(str(file)) as stream:
+            end = b"\n"
+            while chunk := stream.read(1 << 22):
+                if _ZERO.search(end + chunk):
+                    return True
+                end = chunk[-3:]
+    return False
+
+
+_ZERO = re.compile(rb"""[\n\r,;\t"]-?0\d""")
+_ZERO_NUMBER = r"^-?0\d+$"
+
+
 def _narrow(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    for kind in (pa.int64(), pa.float64()):
+    if pc.any(pc.match_substring_regex(column, _ZERO_NUMBER)).as_py():
+        return column
+    for kind in (pa.int64(), pa.float64(), pa.timestamp("s"), pa.timestamp("ns")):
         try:
             return column.cast(kind)
         except pa.ArrowInvalid:

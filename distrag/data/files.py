@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,13 +46,14 @@ def find_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     """
     if not isinstance(source, (str, Path)):
         return [path for part in source for path in find_files(part)]
+    check_path(source)
     path = Path(source)
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    pattern = str(path / "**" / "*") if path.is_dir() else str(source)
-    found = sorted(Path(p) for p in glob.glob(pattern, recursive=True))
-    files = [p for p in found if p.is_file() and not p.name.startswith((".", "_"))]
-    if path.is_dir():
+    folder = os.path.isdir(path)
+    found = _walk(path) if folder else sorted(Path(p) for p in glob.glob(str(source), recursive=True))
+    files = [p for p in found if not p.name.startswith((".", "_")) and os.path.isfile(p)]
+    if folder:
         files = [p for p in files if p.name.lower().endswith(PARQUET)] or [p for p in files if p.name.lower().endswith(TEXT)]
     if not files:
         wanted = f"files ending in {', '.join(PARQUET + TEXT)}"
@@ -65,12 +67,54 @@ def find_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     return files
 
 
+def check_path(path: str | Path) -> None:
+    """Refuses a path that is empty, holds a name that is too long, or is no UTF-8, which Arrow cannot open.
+
+    Raises:
+        ValueError: it is.
+    """
+    text = str(path)
+    long = any(len(name.encode(errors="replace")) > 255 for name in text.split("/"))
+    if not text.strip() or "\0" in text or long or text != text.encode(errors="replace").decode():
+        raise problem(
+            "A path that cannot be used",
+            got=f"{text!r:.300}",
+            wanted="UTF-8 text, names of at most 255 bytes",
+            where="the command line",
+            todo="rename the file or folder",
+        )
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Returns what lies in a folder and below it, sorted; a folder that links lead to twice is entered once."""
+    found: list[Path] = []
+    entered: set[tuple[int, int]] = set()
+    for base, folders, files in os.walk(folder, followlinks=True):
+        facts = os.stat(base)
+        if (facts.st_dev, facts.st_ino) in entered:
+            folders.clear()
+            continue
+        entered.add((facts.st_dev, facts.st_ino))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += (Path(base, name) for name in files)
+        if len(found) > _MOST_FILES:
+            todo = "name a folder that holds nothing else, or a glob"
+            raise problem("Too many files in a folder", got=f"over {_MOST_FILES:,}", wanted="a folder of data", where=folder, todo=todo)
+    return sorted(found)
+
+
+_MOST_FILES = 200_000
+
+
 def is_parquet(path: Path) -> bool:
     """Returns whether a file is Parquet, by its name or its first four bytes."""
     if path.name.lower().endswith(PARQUET):
         return True
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1"
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError:
+        return False  # whoever reads it next says what is wrong with it
 
 
 def parquet_rows(files: Sequence[Path], read_rows: int) -> Rows:
@@ -82,6 +126,10 @@ def parquet_rows(files: Sequence[Path], read_rows: int) -> Rows:
     found: dict[str, tuple[ColumnType, Path]] = {}
     for file in files:
         schema = _open(file).schema_arrow
+        twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+        if twice:
+            todo = "write the file again with each name once"
+            raise problem("Two columns of one name", got=twice, wanted="each once", where=file, todo=todo)
         types = {name: column_type(schema.field(i).type) for i, name in enumerate(schema.names)}
         _merge_types(found, types, file, first=file == files[0])
 
@@ -141,7 +189,7 @@ class _Digest:
 def _open(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         todo = "write or copy the file again, or leave it out of the source"
         raise problem("Not readable as Parquet", got=str(error).split("\n")[0], wanted="a Parquet file", where=file, todo=todo) from error
 
@@ -153,7 +201,7 @@ def _parquet_batches(file: Path, columns: Sequence[str], read_rows: int) -> Iter
             for batch in reader.iter_batches(batch_size=read_rows, columns=list(columns)):
                 yield str(file), first, {name: batch.column(name) for name in columns}
                 first += batch.num_rows
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             where, todo = f"{file}, after row {first}", "write or copy the file again"
             raise problem(
                 "Parquet data is damaged", got=str(error).split("\n")[0], wanted="readable pages", where=where, todo=todo

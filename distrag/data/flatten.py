@@ -146,6 +146,7 @@ def ticks(values: pa.Array, unit: Unit, where: str) -> tuple[NDArray[Any], NDArr
         where: for the error.
     """
     kind = values.type
+    stamped = pa.types.is_date(kind) or pa.types.is_timestamp(kind)
     if pa.types.is_date(kind):
         values, kind = values.cast(pa.timestamp("ms")), pa.timestamp("ms")
     if pa.types.is_timestamp(kind):
@@ -153,10 +154,33 @@ def ticks(values: pa.Array, unit: Unit, where: str) -> tuple[NDArray[Any], NDArr
         values = values.cast(pa.int64())
     if pa.types.is_floating(values.type):
         plain = pc.fill_null(pc.cast(values, pa.float64()), np.nan).to_numpy(zero_copy_only=False)
-        null = ~(np.abs(plain) < 2.0**62)
-        return np.where(null, 0.0, plain), null, PER_SECOND[unit]
+        null = ~np.isfinite(plain)
+        plain = np.where(null, 0.0, plain)
+        _check_unit(plain, unit, where)
+        return plain, null, PER_SECOND[unit]
     whole, null = integers(values, where)
+    if not stamped:
+        _check_unit(whole, unit, where)
     return whole, null, PER_SECOND[unit]
+
+
+_MOST_SECONDS = 10**11
+"""The year 5138. Times now are far below it in seconds, and above it in every finer unit."""
+
+
+def _check_unit(times: NDArray[Any], unit: Unit, where: str) -> None:
+    """Refuses numbers that cannot be times in `unit`: of milliseconds taken for seconds all gaps would be a thousand times too long."""
+    most = float(_MOST_SECONDS * PER_SECOND[unit])  # of nanoseconds more than int64 holds
+    bad = np.flatnonzero((times > most) | (times < -most))
+    if not len(bad):
+        return
+    value = times[bad[0]]
+    fitting = next((name for name, per in PER_SECOND.items() if abs(int(value)) < _MOST_SECONDS * per), None)
+    todo = (
+        f"say the unit in the schema: `{{kind: time, unit: {fitting}}}`" if fitting else "mend the value, or give the feature another kind"
+    )
+    wanted = f"times of unit {unit}, at most {_MOST_SECONDS * PER_SECOND[unit]:,}: the year 5138"
+    raise problem("A number that is no time in its unit", got=value, wanted=wanted, where=where, todo=todo)
 
 
 def texts(values: pa.Array) -> pa.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ import pyarrow as pa
 from distrag.data.building import Building
 from distrag.data.collect import Spool
 from distrag.data.events import event_rows
-from distrag.data.files import Rows, find_files, hash_file, hash_table, is_parquet, parquet_rows, table_rows
+from distrag.data.files import Rows, check_path, find_files, hash_file, hash_table, is_parquet, parquet_rows, table_rows
 from distrag.data.flatten import flatten
 from distrag.data.recipe import Recipe, build_recipe
 from distrag.data.recipe_yaml import read_recipe
@@ -24,6 +25,7 @@ from distrag.data.schema import FORMAT_VERSION, SCHEMA_FILE, Schema, load_schema
 from distrag.data.sources import MovieLensConfig, named_rows
 from distrag.data.store import open_store
 from distrag.data.synthetic import SyntheticConfig
+from distrag.data.vocabulary import vocabulary_file
 from distrag.data.write import new_folder, publish
 from distrag.problem import problem
 
@@ -67,27 +69,28 @@ def prepare(
     Raises:
         ValueError: in five parts, when the source, the schema or a value in them cannot be used, or another store stands at `out`.
     """
+    check_path(out)
     out = Path(out)
     if schema is None and isinstance(source, (str, Path)) and str(source).endswith((".yaml", ".yml")):
         schema = source
     asked = read_recipe(Path(schema)) if schema is not None else {}
     if schema is not None and source == schema:
         source = _source_of(asked, Path(schema))
-    where = str(schema) if schema is not None else "columns of the source"
+    where = str(schema) if schema is not None else f"columns of {_place_of(source)}"
     roles = {role: name for role, name in (("user", user), ("item", item), ("time", time)) if name is not None}
     rows, defaults = _open_rows(source, asked, roles, header, ml_100k or MovieLensConfig(), synthetic or SyntheticConfig(), read_rows)
     recipe = build_recipe(rows.types, {**defaults, **asked}, where, rows.roles)
     provenance = {**rows.provenance, "recipe": _recipe_facts(recipe)}
-    fingerprint = hashlib.blake2b(json.dumps([FORMAT_VERSION, provenance], sort_keys=True).encode(), digest_size=16).hexdigest()
+    facts = dict(provenance)
     taken = _taken(out)
     if taken and not overwrite:
-        return _kept(out, fingerprint)
+        return _kept(out, facts)
     recipe = _leave_out_strangers(recipe, rows, inferred="history" not in {**defaults, **asked})
     for column, why in recipe.left_out.items():
         _say(f"left out column {column!r}: {why}")
-    provenance |= {"fingerprint": fingerprint, "source": _source_name(source), "left_out": dict(recipe.left_out)}
+    provenance |= {"fingerprint": _fingerprint(facts, FORMAT_VERSION), "source": _source_name(source), "left_out": dict(recipe.left_out)}
     made = _write(out, recipe, rows, provenance, on_unknown, overwrite)
-    return _kept(out, fingerprint) if made is None else made
+    return _kept(out, facts) if made is None else made
 
 
 def _write(out: Path, recipe: Recipe, rows: Rows, provenance: Mapping[str, Any], on_unknown: str, overwrite: bool) -> Schema | None:
@@ -148,6 +151,12 @@ def _source_of(asked: Mapping[str, Any], schema: Path) -> Source:
     return [schema.parent / str(path) for path in paths]
 
 
+def _place_of(source: Source) -> str:
+    if isinstance(source, pa.Table):
+        return "the table in memory"
+    return str(source) if isinstance(source, (str, Path)) else ", ".join(map(str, source[:3])) + (", ..." if len(source) > 3 else "")
+
+
 def _source_name(source: Source) -> Any:
     if isinstance(source, pa.Table):
         return "table in memory"
@@ -158,22 +167,27 @@ def _recipe_facts(recipe: Recipe) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(json.dumps(asdict(replace(recipe, left_out={}))))
     for table in facts["tables"].values():
         if table["vocabulary"] is not None:
-            path = Path(table["vocabulary"])
-            table["vocabulary"] = [path.name, hash_file(path) if path.is_file() else hash_file(path.with_name(path.name.rsplit(":", 1)[0]))]
+            name = Path(table["vocabulary"]).name
+            table["vocabulary"] = [name, hash_file(vocabulary_file(table["vocabulary"])[0])]
     return facts
 
 
 def _taken(out: Path) -> bool:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out)):
         return False
-    if not (out / SCHEMA_FILE).is_file():
+    if not os.path.isfile(out / SCHEMA_FILE):
         todo = "give another --out; --overwrite replaces a store and nothing else"
         raise problem("The output folder is taken", got="something that is no prepared store", wanted="a new folder", where=out, todo=todo)
     return True
 
 
-def _kept(out: Path, fingerprint: str) -> Schema:
-    if load_schema(out / SCHEMA_FILE).provenance.get("fingerprint") != fingerprint:
+def _fingerprint(facts: Mapping[str, Any], version: int) -> str:
+    return hashlib.blake2b(json.dumps([version, facts], sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _kept(out: Path, facts: Mapping[str, Any]) -> Schema:
+    there = load_schema(out / SCHEMA_FILE)
+    if there.provenance.get("fingerprint") != _fingerprint(facts, there.format_version):
         got = "a store of another source, or of other options"
         raise problem(
             "The output folder is taken",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distrag.data.flatten import ColumnType, Unit
-from distrag.data.schema import Gap, Kind, Transform
+from distrag.data.schema import Gap, Kind, Transform, check_name
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -118,6 +118,9 @@ def build_recipe(types: Mapping[str, ColumnType], asked: Mapping[str, Any], wher
             chosen[name] = tuple(f for f in getattr(guess, name) if f.column not in (chosen["label"], chosen["weight"], chosen["key"]))
     names = [f.name for f in (*chosen["history"], *chosen["context"])]
     twice = sorted({name for name in names if names.count(name) > 1})
+    for f in (*chosen["history"], *chosen["context"]):
+        check_name(f.name, f"{where}, {f.name!r}")
+        check_name(f.table or f.name, f"{where}, table of {f.name!r}")
     if twice:
         raise problem("Two features of one name", got=twice, wanted="each name once", where=where, todo="rename one with `column:`")
     recipe = Recipe(**chosen, tables=_tables(chosen, asked.get("tables", {}), where), left_out={} if "history" in asked else guess.left_out)
@@ -143,8 +146,13 @@ def infer_recipe(types: Mapping[str, ColumnType], roles: Mapping[str, str]) -> R
         elif kind.element in ("other", "null") or kind.shape == "null":
             left_out[name] = "holds nothing but nulls" if kind.element == "null" else f"{kind.arrow} is no list or value of numbers or text"
         else:
-            found = FeatureRecipe(name, name, "time" if name == roles.get("time") else infer_kind(name, kind))
+            its_role: dict[str | None, Kind] = {roles.get("time"): "time", roles.get("item"): "id"}
+            found = FeatureRecipe(name, name, its_role.get(name) or infer_kind(name, kind))
             (history if kind.shape == "list" else context).append(found)
+    if not history:  # histories that are empty in every row: a store of empty ones, as it is when the type says of what
+        empty = [name for name, kind in types.items() if kind.shape == "list" and kind.element == "null"]
+        history = [FeatureRecipe(name, name, "time" if name.lower() in TIMES else "id") for name in empty]
+        left_out = {name: why for name, why in left_out.items() if name not in empty}
     items = [roles["item"]] if "item" in roles else ["item_id", "item"]
     history.sort(key=lambda f: not (f.kind == "id" and f.name in items))
     present = {n: n if types.get(n) is not None and types[n].shape == "scalar" else None for n in ("label", "weight")}

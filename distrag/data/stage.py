@@ -138,7 +138,7 @@ class Stage:
 
     def _is_laid_out(self) -> bool:
         return all(_size(self.folder / name) == size for name, size in self._blocks.sizes.items()) and all(
-            _size(self.folder / name) == len(text) for name, text in self._small.items()
+            _holds(self.folder / name, text) for name, text in self._small.items()
         )
 
     def _lay_out(self) -> NDArray[np.uint8]:
@@ -148,14 +148,14 @@ class Stage:
         marks = np.memmap(self.folder / STAGED, np.uint8, "r+")
         for name, size in self._blocks.sizes.items():
             path = self.folder / name
-            if _size(path) != size:
+            if _size(path) != size or path.is_symlink():  # what a link leads to is not the cache's
                 marks[self._blocks.span(name)] = 0
                 path.parent.mkdir(exist_ok=True)
                 path.unlink(missing_ok=True)  # who has the old one mapped keeps it
                 with path.open("xb") as file:
                     file.truncate(size)  # holes take no room until they are filled
         for name, text in self._small.items():
-            if _size(self.folder / name) != len(text):
+            if not _holds(self.folder / name, text):
                 _write(self.folder / name, text)
         return marks
 
@@ -258,6 +258,10 @@ def _turn(folder: Path) -> Iterator[bool]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return _size(path) == len(content) and path.read_bytes() == content
 
 
 def _write(path: Path, content: bytes) -> None:

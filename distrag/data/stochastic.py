@@ -85,6 +85,11 @@ def _fixed(counts: NDArray[np.int64], cost: Cost) -> float:
 
 
 def _unreachable(share: float, least: float) -> ValueError:
+    if least >= 1:
+        todo = "set --data.truncate=newest, or --data.mean_cost_share=1"
+        return problem(
+            "No history can be cut", got=share, wanted="histories of more than one event", where="data.mean_cost_share", todo=todo
+        )
     reachable = math.ceil(least * 1e4) / 1e4
     return problem(
         "Histories cannot be cut to so low a mean cost",

@@ -6,6 +6,7 @@ array a per-position feature. Per-sample columns follow: `context:<name>`, then 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -165,7 +166,7 @@ def open_folder(path: str | Path, held: NDArray[np.int64] | None = None, *, veri
         ValueError: as `open_store` does.
     """
     path = Path(path)
-    if not (path / SCHEMA_FILE).is_file():
+    if not os.path.isfile(path / SCHEMA_FILE):
         todo = "give the folder that `distrag prepare ... --out` wrote"
         raise problem("No store here", got="no schema.yaml", wanted=f"a folder with {SCHEMA_FILE} and {SAMPLES}", where=path, todo=todo)
     schema = load_schema(path / SCHEMA_FILE)
@@ -192,7 +193,7 @@ def _read_batch(file: Path) -> pa.RecordBatch:
             batch = reader.get_batch(0) if count == 1 else None
             if batch is not None:
                 batch.validate()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise problem("Not readable as Arrow", got=str(error).split("\n")[0], wanted="an Arrow IPC file", where=file, todo=AGAIN) from error
     if batch is None:
         raise problem("Not one record batch", got=f"{count} record batches", wanted=1, where=file, todo=AGAIN)

@@ -127,11 +127,15 @@ def _labels(
     return labels
 
 
+_MOST = 2**31 - 1
+
+
 def _check(config: SyntheticConfig) -> None:
     wrong = {
-        "num_samples": config.num_samples < 1,
+        "num_samples": not 1 <= config.num_samples <= _MOST,
         "num_clusters": config.num_clusters < 1,
-        "num_items": config.num_items < config.num_clusters,
+        "num_items": not config.num_clusters <= config.num_items <= _MOST,
+        "seed": not 0 <= config.seed <= _MOST,
         "mean_len": not config.mean_len > 0,
         "sigma": not config.sigma >= 0,
         "share_empty": not 0 <= config.share_empty <= 1,
@@ -140,7 +144,7 @@ def _check(config: SyntheticConfig) -> None:
     }
     for name, bad in wrong.items():
         if bad:
-            wanted = "sizes from 1 on, shares from 0 to 1, at least one item a group"
+            wanted = "sizes from 1 to 2^31 - 1, seeds from 0, shares from 0 to 1, at least one item a group"
             raise problem(
                 "Synthetic data of this shape cannot be made",
                 got=getattr(config, name),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distrag.data.flatten import decode, integers, texts
+from distrag.data.flatten import column_type, decode, integers, texts
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -148,18 +149,34 @@ def read_values(spec: str) -> pa.Array:
     Raises:
         ValueError: when the file or the column is not there.
     """
-    path, column = Path(spec), ""
-    if not path.exists() and ":" in path.name:
-        path, column = path.with_name(path.name.rsplit(":", 1)[0]), path.name.rsplit(":", 1)[1]
+    path, column = vocabulary_file(spec)
     try:
         table = _read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise problem(
-            "A vocabulary cannot be read", got=str(error).split("\n")[0], wanted="FILE or FILE:COLUMN", where=path, todo=_MEND
-        ) from error
-    if column and column not in table.column_names:
-        raise problem("No such column in a vocabulary", got=column, wanted=f"one of {table.column_names}", where=path, todo=_MEND)
-    return decode(table.column(column or 0))
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        got = str(error).split("\n")[0]
+        raise problem("A vocabulary cannot be read", got=got, wanted="FILE or FILE:COLUMN", where=path, todo=_MEND) from error
+    if not table.column_names or (column and table.column_names.count(column) != 1):
+        got, wanted = column or "no column", f"one of {table.column_names}"
+        raise problem("No such column in a vocabulary", got=got, wanted=wanted, where=path, todo=_MEND)
+    values = decode(table.column(column or 0))
+    found = column_type(values.type)
+    if found.shape == "list" or found.element not in ("int", "float", "text", "null"):
+        raise problem("A vocabulary is no list of ids", got=found.arrow, wanted="whole numbers or texts", where=path, todo=_MEND)
+    return values
+
+
+def vocabulary_file(spec: str) -> tuple[Path, str]:
+    """Returns the file and the column, or '', of a vocabulary that is given as `FILE` or `FILE:COLUMN`.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    file, _, column = spec.rpartition(":")
+    for path, name in ((spec, ""), (file, column)):
+        if os.path.isfile(path):
+            return Path(path), name
+    got = "a folder" if os.path.isdir(spec) else "no such file"
+    raise problem("A vocabulary cannot be read", got=got, wanted="FILE or FILE:COLUMN", where=spec, todo=_MEND)
 
 
 _MEND = "mend `vocabulary` of the table in the schema"

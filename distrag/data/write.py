@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from distrag.data.blocks import write_blocks
-from distrag.data.content import SAMPLES, arrow_schema, content_hash, vocabulary_name, vocabulary_path
-from distrag.data.schema import GAP_ROWS, SCHEMA_FILE, Feature, Schema, Table, id_dtype, save_schema
+from distrag.data.content import SAMPLES, arrow_schema, data_hash, vocabulary_name, vocabulary_path
+from distrag.data.schema import GAP_ROWS, SCHEMA_FILE, Feature, Schema, Table, check_name, id_dtype, load_schema, save_schema, seal
 from distrag.data.store import Store, open_store
 from distrag.problem import problem
 
@@ -112,6 +112,8 @@ def write_columns(
         columns: `history:<name>`, `context:<name>`, `label`, `weight`, `key`; each of the dtype that the schema names.
         vocabularies: raw values by table.
     """
+    for name in [f.name for f in schema.history + schema.context] + [table.name for table in schema.tables if table.kind != "bucket"]:
+        check_name(name, folder)
     schema = replace(schema, num_samples=len(offsets) - 1, num_positions=int(offsets[-1]))
     batch = _record_batch(schema, offsets, columns)
     with pa.OSFile(str(folder / SAMPLES), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
@@ -122,10 +124,11 @@ def write_columns(
         with pa.OSFile(str(vocabulary_path(folder, name)), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_batch(table)
     schema = replace(schema, num_bytes=(folder / SAMPLES).stat().st_size)
-    schema = replace(schema, content_hash=content_hash(schema, offsets, columns, vocabularies))
+    schema = replace(schema, data_hash=data_hash(offsets, columns, vocabularies))
+    schema = replace(schema, content_hash=seal(schema))
     schema = replace(schema, blocks_hash=write_blocks(folder, [SAMPLES, *map(vocabulary_name, vocabularies)]))
     save_schema(schema, folder / SCHEMA_FILE)
-    return schema
+    return load_schema(folder / SCHEMA_FILE)
 
 
 def _record_batch(schema: Schema, offsets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]]) -> pa.RecordBatch:
@@ -146,11 +149,14 @@ def _wrap(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a fresh folder beside `out` that no other process uses; what is left of it at the end is removed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = out.parent / f".{out.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
+    folder = out.parent / f".{out.name[:40]}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
         yield folder
+    except OSError as error:  # of the source nothing is left to raise: its readers say what they cannot read
+        got, todo = error.strerror or str(error), "free some room, or give another folder"
+        raise problem("The store cannot be written", got=got, wanted="a writable folder", where=out, todo=todo) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -161,7 +167,7 @@ def publish(folder: Path, out: Path, *, overwrite: bool) -> bool:
         try:
             folder.rename(out)
         except OSError:
-            if not out.exists():
+            if not os.path.lexists(out):
                 raise
         else:
             return True

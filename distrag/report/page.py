@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
+import os
 from pathlib import Path
 from typing import Any
 
+from distrag.data.text_file import parse_json, read_small
 from distrag.problem import problem
 from distrag.report.curve import draw_curve
 
@@ -34,9 +35,11 @@ def write_report(run_dir: str | Path) -> Path:
         ValueError: no run there, or a line of its metrics cannot be read.
     """
     folder = Path(run_dir)
-    lines = _read_lines(folder / "metrics.jsonl")
-    result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
-    config = (folder / "config.yaml").read_text()
+    if not os.path.isfile(folder / "metrics.jsonl"):
+        todo = "give the folder that `distrag train` wrote as train.run_dir"
+        raise problem("No run in this folder", got="no metrics.jsonl", wanted="a run directory", where=folder, todo=todo)
+    lines, result = _read_lines(folder / "metrics.jsonl"), _read_result(folder / "result.json")
+    config = _read_text(folder / "config.yaml")
     parts = [
         f"<h1>{html.escape(folder.name)}</h1>",
         _summary(lines, result),
@@ -47,19 +50,59 @@ def write_report(run_dir: str | Path) -> Path:
     ]
     page = folder / "report.html"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(folder.name)}</title><style>{_STYLE}</style>"
-    page.write_text(head + "\n".join(parts) + "</html>\n", encoding="utf-8")
+    try:
+        page.write_text(head + "\n".join(parts) + "</html>\n", encoding="utf-8")
+    except OSError as error:
+        todo = "free or unlock the path, or copy the run to another folder"
+        raise problem("The page cannot be written", got=error.strerror, wanted="a writable file", where=page, todo=todo) from None
     return page
 
 
+_WRITTEN = "put the file back as the run wrote it"
+
+
+def _read_text(path: Path) -> str:
+    what, todo = "A file of the run", "give the folder of a whole run"
+    return read_small(path, what=what, todo=todo).decode("utf-8", errors="replace")
+
+
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        raise problem("No run in this folder", got=f"no {path.name}", wanted="a run directory", where=path.parent, todo="mend the path")
-    lines = path.read_text().splitlines()
-    try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
+    lines = []
+    content = read_small(path, what="The metrics of the run", todo=_WRITTEN, most_bytes=1 << 40)
+    for number, text in enumerate(content.splitlines(), 1):
+        where = f"{path}, line {number}"
         todo = "drop the broken line (a killed run can leave half of one)"
-        raise problem("A line of the metrics is no JSON", got=error, wanted="one JSON object a line", where=path, todo=todo) from None
+        line = parse_json(text, where, what="A line of the metrics", todo=todo)
+        if not (isinstance(line, dict) and isinstance(line.get("kind"), str) and _is_number(line.get("step"))):
+            wanted = "an object with `kind` and `step`"
+            raise problem("A line of the metrics is none", got=f"{line!r:.80}", wanted=wanted, where=where, todo=todo)
+        lines.append(line)
+    return lines
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    """Returns what the run came to; nothing where it is not finished."""
+    if not os.path.lexists(path):
+        return {}
+    result = parse_json(read_small(path, what="The result of the run", todo=_WRITTEN), path, what="The result of the run", todo=_WRITTEN)
+    wrong = [name for name, kind in _RESULT.items() if not isinstance(result, dict) or not isinstance(result.get(name), kind)]
+    wrong += [name for name in ("num_cut", "num_samples") if name not in wrong and not all(_is_count(v) for v in result[name].values())]
+    if wrong:
+        got = f"{', '.join(wrong)} missing or wrong"
+        raise problem("Not the result of a run", got=got, wanted="what the run wrote", where=path, todo=_WRITTEN)
+    return dict(result)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_RESULT: dict[str, Any] = {
+    **dict.fromkeys(("num_steps", "num_epochs", "world_size", "best_step"), int),
+    **dict.fromkeys(("valid", "test", "num_cut", "num_samples"), dict),
+    "seconds": (int, float),
+    "device": str,
+}
 
 
 def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
@@ -80,7 +123,7 @@ def _curves(lines: list[dict[str, Any]]) -> str:
     wanted += [(valid, name) for name in names]
     drawn = []
     for rows, name in wanted:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        points = [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
         if points:
             what = "train" if rows is train else "valid"
             drawn.append(f"<figure>{draw_curve(points)}<figcaption>{what} {html.escape(name)} by step</figcaption></figure>")
@@ -111,7 +154,7 @@ def _deeds(lines: list[dict[str, Any]], result: dict[str, Any]) -> str:
 
 
 def _mean(values: list[Any]) -> float | None:
-    known = [value for value in values if value is not None]
+    known = [value for value in values if _is_number(value)]
     return sum(known) / len(known) if known else None
 
 
@@ -120,4 +163,10 @@ def _share(value: float | None) -> str:
 
 
 def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+    if not _is_number(value):
+        return "-" if value is None else html.escape(str(value))
+    return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # NaN is below nothing

@@ -67,6 +67,23 @@ class Job:
         return node_options(self.config, self.store, self.place, self.views[part])
 
 
+@dataclass(frozen=True)
+class Plain:
+    """What a job is made of before its model is spread over ranks; attributes as in `Job`.
+
+    Attributes:
+        model: an ordinary module on the CPU.
+    """
+
+    views: dict[str, View]
+    inputs: Inputs
+    model: SequenceModel
+    placements: list[Placement]
+    collate: Collate
+    cost: tuple[float, float, float]
+    normalize: bool
+
+
 def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> Job:
     """Returns the job of a config on these ranks.
 
@@ -81,16 +98,28 @@ def build_job(config: RunConfig, world: World, *, fold_valid: bool = False) -> J
     limit = _memory_limit(config, world)
     store, place = open_run_store(config, world)
     fitted = world.broadcast_object(world.on_first(lambda: read_cost(config.train.run_dir)))
-    plain = agreed(world, lambda: _prepare(config, store, world, limit, fold_valid))
-    views, inputs, model, placements, collate, arithmetic, normalize = plain
-    cost, cost_from = choose_cost(config, arithmetic, fitted, world.device.type)
-    parallel = build_parallel(model, placements, world, config.tables, config.optim.table_lr, direct=not config.debug)
+    plain = agreed(world, lambda: build_plain(config, store, world, limit, fold_valid=fold_valid))
+    cost, cost_from = choose_cost(config, plain.cost, fitted, world.device.type)
+    parallel = build_parallel(plain.model, plain.placements, world, config.tables, config.optim.table_lr, direct=not config.debug)
     if place is not None:
-        collate.count = place.counted(collate.count)
-    return Job(config, world, store, views, inputs, collate, placements, parallel, cost, normalize, place, cost_from)
+        plain.collate.count = place.counted(plain.collate.count)
+    parts = plain.views, plain.inputs, plain.collate, plain.placements
+    return Job(config, world, store, *parts, parallel, cost, plain.normalize, place, cost_from)
 
 
-def _prepare(config: RunConfig, store: Store, world: World, limit_bytes: int, fold_valid: bool) -> tuple[Any, ...]:
+def build_plain(config: RunConfig, store: Store, world: World, limit_bytes: int | None, *, fold_valid: bool = False) -> Plain:
+    """Returns views, model and batches of a config, nothing of it spread yet; needs no process group.
+
+    Args:
+        config: the run.
+        store: its store.
+        world: the ranks that the tables are placed for.
+        limit_bytes: what one rank may hold, in bytes; None does not check it.
+        fold_valid: train on train and valid together.
+
+    Raises:
+        ValueError: bad features, sizes or combination.
+    """
     checked = check_job(config, store.schema, world.size, device=world.device.type, limit_bytes=limit_bytes)
     if config.task == "conversion":
         _check_labels(store)
@@ -110,7 +139,15 @@ def _prepare(config: RunConfig, store: Store, world: World, limit_bytes: int, fo
         seed=config.train.seed,
         key_order=tables.key_order,
     )
-    return dict(views), checked.inputs, model, checked.placements, collate, checked.cost, getattr(loss, "normalize", False)
+    return Plain(
+        {str(part): view for part, view in views.items()},
+        checked.inputs,
+        model,
+        checked.placements,
+        collate,
+        checked.cost,
+        getattr(loss, "normalize", False),
+    )
 
 
 def _check_labels(store: Store) -> None:

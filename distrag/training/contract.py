@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import yaml
 
+from distrag.checkpoint import write_whole
 from distrag.config import RunConfig
 from distrag.data.schema import Feature, Schema, load_schema, save_schema
 from distrag.data.store import Store
+from distrag.data.text_file import dump_yaml, parse_yaml, read_small
 from distrag.data.windows import DRAWN
 from distrag.problem import problem
 from distrag.training.inputs import is_read
@@ -31,7 +33,7 @@ _MEANING = ("kind", "table", "transform", "mean", "std", "gap")
 def write_contract(store: Store, run_dir: Path) -> None:
     """Writes the store's schema and the hash of each vocabulary into the run directory."""
     save_schema(store.schema, run_dir / SCHEMA)
-    (run_dir / VOCABULARIES).write_text(yaml.safe_dump(hash_vocabularies(store), sort_keys=False), encoding="utf-8")
+    write_whole(run_dir / VOCABULARIES, dump_yaml(hash_vocabularies(store)))
 
 
 def hash_vocabularies(store: Store) -> dict[str, str]:
@@ -58,7 +60,7 @@ def read_schema(run_dir: Path) -> Schema:
         ValueError: it is missing or cannot be read.
     """
     path = run_dir / SCHEMA
-    if not path.is_file():
+    if not os.path.isfile(path):
         wanted = "a folder that `distrag train` wrote"
         raise problem("Not a whole run", got=f"no {SCHEMA}", wanted=wanted, where=run_dir, todo="train again")
     return load_schema(path)
@@ -127,11 +129,19 @@ def _check_tables(schema: Schema, store: Store, read: set[str], run_dir: Path, t
             got = f"{other.num_rows} rows, {other.kind}" if other else f"tables {sorted(there)}"
             _refuse(table.name, got, f"{table.num_rows} rows, {table.kind}", store.path, todo)
     path = run_dir / VOCABULARIES
-    wanted = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+    wanted = _read_hashes(path) if os.path.lexists(path) else {}
     found = hash_vocabularies(store)
     for name in sorted(read & {table.name for table in schema.tables if table.kind == "vocabulary"}):
         if found[name] != wanted.get(name):
             _refuse(name, f"a vocabulary with hash {found[name]}", f"hash {wanted.get(name, 'unknown')}", store.path, todo)
+
+
+def _read_hashes(path: Path) -> dict[str, Any]:
+    what, todo = "The hashes of the run's vocabularies", "put the file back as it was, or evaluate on the run's own store"
+    found = parse_yaml(read_small(path, what=what, todo=todo), path, what=what, todo=todo)
+    if not isinstance(found, dict):
+        raise problem(f"{what} cannot be read", got=f"{found!r:.80}", wanted="table: hash", where=path, todo=todo)
+    return found
 
 
 def _refuse(table: str, got: str, wanted: str, path: Path, todo: str) -> None:

@@ -8,9 +8,10 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from distrag.config import RunConfig, to_dict
+from distrag.data.plain_types import WrongType, convert
 from distrag.problem import problem
 
 COST_FILE = "cost.json"
@@ -70,11 +71,21 @@ def read_cost(run_dir: str | Path) -> FittedCost | None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        fitted = FittedCost(**{**found, "cost": tuple(float(value) for value in found["cost"])})
-        good = len(fitted.cost) == 3 and all(math.isfinite(value) and value >= 0 for value in fitted.cost) and max(fitted.cost) > 0
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _no_cost(path, error) from None
-    if not good:
+    hints = get_type_hints(FittedCost)
+    if not isinstance(found, dict) or set(found) != set(hints):
+        raise _no_cost(path, sorted(found) if isinstance(found, dict) else f"{found!r:.80}")
+    wrong = []
+    for name, value in found.items():
+        try:
+            found[name] = convert(value, hints[name])
+        except WrongType:
+            wrong.append(f"{name} {value!r:.80}")
+    if wrong:
+        raise _no_cost(path, ", ".join(wrong))
+    fitted = FittedCost(**found)
+    if not all(math.isfinite(value) and value >= 0 for value in fitted.cost) or max(fitted.cost) == 0:
         raise _no_cost(path, fitted.cost)
     return fitted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def evaluate_run(run_dir: str, part: str = "test", data: str | None = None, ks: 
 
 def _read(folder: Path, data: str | None, ks: Sequence[int] | None) -> RunConfig:
     path = folder / "config.yaml"
-    if not path.exists():
+    if not os.path.lexists(path):
         raise problem(
             "No run in this folder", got="no config.yaml", wanted="a folder that `distrag train` wrote", where=folder, todo="mend the path"
         )

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from distrag.batching.nodes import Shares, assign_rows, count_nodes
 from distrag.checkpoint import take_turns
 from distrag.config import RunConfig
+from distrag.data.checks import check_values
 from distrag.data.remote import is_url
 from distrag.data.split import View, build_views
 from distrag.data.stage import DEFAULT_CACHE, Stage
 from distrag.data.store import Store, open_folder, open_store
+from distrag.problem import problem
 from distrag.world import World, agreed
 
 Count = Callable[[View], NDArray[np.float64]]
@@ -80,11 +82,25 @@ def open_run_store(config: RunConfig, world: World) -> tuple[Store, Place | None
     """
     nodes = count_nodes(world) if config.batching.locality == "node" else 0
     if not nodes:
-        return _open_staged(config, world, None), None
+        return _checked(_open_staged(config, world, None), world, world.rank, world.size), None
     store = _open_staged(config, world, _NO_ROWS)
     shares = agreed(world, lambda: assign_rows(_train_lengths(config, store), nodes))
     place = Place(world, shares)
-    return _open_staged(config, world, shares.spans(place.node)), place
+    held = _open_staged(config, world, shares.spans(place.node))
+    return _checked(held, world, world.local_rank, world.local_size), place
+
+
+def _checked(store: Store, world: World, part: int, parts: int) -> Store:
+    """Returns the store once all ranks have the same one, and each has read its share of the values: an id that no table has would
+    otherwise be met by one rank, in the middle of a step that the others wait in."""
+    hashes = world.all_gather_object(store.content_hash)
+    for rank, found in enumerate(hashes):
+        if found != hashes[0]:
+            todo = "give every machine the same store, or set data.path to an address that all of them reach"
+            got, wanted = f"content hash {found} on rank {rank}", f"{hashes[0]}, as on rank 0"
+            raise problem("The ranks have different stores", got=got, wanted=wanted, where="data.path", todo=todo)
+    agreed(world, lambda: check_values(store, part, parts))
+    return store
 
 
 def open_lengths(config: RunConfig) -> Store:

@@ -14,10 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from distrag.checkpoint import load_checkpoint, write_whole
 from distrag.config import RunConfig, read_config, to_dict
+from distrag.data.text_file import dump_yaml
 from distrag.problem import problem
 from distrag.training.build import Job, build_job, build_sampler, count_steps
 from distrag.training.checks import check_run_dir
@@ -246,7 +245,7 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None, *, again: bool =
     shutil.rmtree(folder / "errors", ignore_errors=True)
     if state is not None or again:
         notes += drop_beyond(folder, state or _NOTHING)
-    write_whole(folder / "config.yaml", yaml.safe_dump(to_dict(job.config), sort_keys=False))
+    write_whole(folder / "config.yaml", dump_yaml(to_dict(job.config)))
     write_contract(job.store, folder)
     return notes, held
 

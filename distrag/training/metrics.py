@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,8 +14,10 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from distrag.checkpoint import write_whole
+from distrag.data.text_file import read_small
 
 SAMPLES = "samples"
+_MOST_BYTES = 1 << 40
 
 
 class MetricsWriter:
@@ -142,9 +145,10 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Counter[st
     Returns:
         How many lines of each kind were kept.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return Counter()
-    kinds = [(line, _kind_if(line, keep)) for line in path.read_text(encoding="utf-8").splitlines()]
+    content = read_small(path, what="A log of the run", todo="put it back as the run wrote it, or remove it", most_bytes=_MOST_BYTES)
+    kinds = [(line, _kind_if(line, keep)) for line in content.decode("utf-8", errors="replace").split("\n")]
     write_whole(path, "".join(f"{line}\n" for line, kind in kinds if kind is not None))
     return Counter(kind for _, kind in kinds if kind is not None)
 
@@ -153,7 +157,7 @@ def _kind_if(line: str, keep: Callable[[dict[str, Any]], bool]) -> str | None:
     try:
         content = json.loads(line)
         return str(content["kind"]) if keep(content) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # cut, or no line of ours
 
 

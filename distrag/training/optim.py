@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -17,17 +17,23 @@ _Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 def build_optimizer(parallel: Parallel, optim: OptimConfig, tables: TablesConfig) -> CombinedOptimizer:
-    """Returns the fused table optimizer and the dense one as one optimizer.
+    """Returns the fused table optimizer and the dense one as one optimizer."""
+    return CombinedOptimizer([("tables", parallel.model.fused_optimizer), *dense_optimizers(parallel.dense, optim, tables)])
+
+
+def dense_optimizers(
+    parameters: Mapping[str, nn.Parameter], optim: OptimConfig, tables: TablesConfig
+) -> list[tuple[str, KeyedOptimizerWrapper]]:
+    """Returns the optimizers of the dense part and of replicated tables, by group.
 
     Matrices decay; vectors (biases, norms) and tables do not.
     """
     groups: dict[str, dict[str, nn.Parameter]] = {"replicated": {}, "dense": {}, "decayed": {}}
-    for name, parameter in parallel.dense.items():
+    for name, parameter in parameters.items():
         decays = optim.weight_decay > 0 and parameter.ndim > 1
         groups["replicated" if "tables.replicated" in name else "decayed" if decays else "dense"][name] = parameter
     make = {"replicated": _replicated(optim, tables), "dense": _dense(optim, 0.0), "decayed": _dense(optim, optim.weight_decay)}
-    dense = [(name, KeyedOptimizerWrapper(params, make[name])) for name, params in groups.items() if params]
-    return CombinedOptimizer([("tables", parallel.model.fused_optimizer), *dense])
+    return [(name, KeyedOptimizerWrapper(params, make[name])) for name, params in groups.items() if params]
 
 
 def _dense(optim: OptimConfig, decay: float) -> _Make:
@@ -39,7 +45,7 @@ def _replicated(optim: OptimConfig, tables: TablesConfig) -> _Make:
     if tables.replicated_optimizer == "adam":
         return lambda params: torch.optim.Adam(params, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     if tables.replicated_optimizer == "adagrad":
-        return lambda params: torch.optim.Adagrad(params, lr=optim.lr)
+        return lambda params: torch.optim.Adagrad(params, lr=optim.lr, eps=optim.eps)
     return lambda params: torch.optim.SGD(params, lr=optim.lr)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from distrag.batching.checks import check_state as check_sampler
 from distrag.checkpoint import Checkpoints, Found, Match, find_checkpoint, find_newest, has_checkpoint, match_checkpoint, read_extra
 from distrag.config import RunConfig, to_dict
+from distrag.data.text_file import parse_json, read_small
 from distrag.embedding.config import TablesConfig
 from distrag.embedding.plan import Placement
 from distrag.problem import problem
@@ -126,14 +128,11 @@ def find_state(job: Job, run_dir: Path) -> tuple[Found | None, dict[str, Any] | 
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        result = None
+    todo = "remove it; the run then goes on from its last checkpoint and tests again"
+    result = parse_json(read_small(path, what="The result", todo=todo), path, what="The result", todo=todo)
     if not isinstance(result, dict):
-        todo = "remove it; the run then goes on from its last checkpoint and tests again"
         raise problem("A result cannot be read", got="no JSON object", wanted="what the run wrote", where=path, todo=todo)
     return result
 

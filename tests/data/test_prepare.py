@@ -247,7 +247,7 @@ def test_a_schema_with_a_source_stands_for_the_data_set(tmp_path: Path) -> None:
 BAD_SCHEMAS = {
     "histori: []": "did you mean 'history'",
     "history: {item_id: {kin: id}}": "did you mean 'kind'",
-    "history: {item_id: {kind: word}}": r"Not one of the choices(.|\n)*'number'",
+    "history: {item_id: {kind: word}}": "A value of another type(.|\n)*number",
     "history: [item]": "did you mean 'item_id'",
     "history: [city]": "A column of the wrong shape",
     "history: {item_id: number, city: {column: city}}": "A column of the wrong shape",
@@ -261,7 +261,7 @@ BAD_SCHEMAS = {
     "history: {item_id: {kind: id, num_buckets: 0}}": "Not a number of buckets",
     "history: {item_id: {kind: id, num_buckets: 5}}\ntables: {item_id: {num_buckets: 6}}": "A table is described twice",
     "history: 3": "Not a mapping",
-    "[]": "Not a schema",
+    "[]": "Not a mapping",
     "history: [": "cannot be read",
     "history: {}": "No per-position feature",
 }

@@ -172,12 +172,12 @@ def test_an_id_beyond_its_table_is_found_by_verify(tmp_path: Path) -> None:
 def test_another_format_version_is_refused(tmp_path: Path) -> None:
     store = small(tmp_path / "s")
     text = (store.path / "schema.yaml").read_text()
-    (store.path / "schema.yaml").write_text(text.replace("format_version: 1", "format_version: 99"))
+    (store.path / "schema.yaml").write_text(text.replace("format_version: 2", "format_version: 99"))
     with pytest.raises(ValueError, match=r"Another format version(.|\n)*99"):
         open_store(store.path)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "history: [", "format_version: 1\nhistry: []", "format_version: 1\nhistory: [{name: a}]"])
+@pytest.mark.parametrize("text", ["[1, 2]", "history: [", "format_version: 2\nhistry: []", "format_version: 2\nhistory: [{name: a}]"])
 def test_a_schema_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     store = small(tmp_path / "s")
     (store.path / "schema.yaml").write_text(text)

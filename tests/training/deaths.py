@@ -7,26 +7,25 @@ saving, on 2 and 3 ranks, under torchrun and as plain processes. The exit code i
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
-import multiprocessing
 import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from distrag import cli
+from tests.training.processes import run_processes
 from tests.training.runs import config, write_histories
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +62,7 @@ def arrange(death: Death) -> None:
     times = itertools.count(1)
 
     def act(*_: Any) -> None:
-        if next(times) == death.turn:
+        if next(times) == death.turn and not death.at.exists():  # once, however often torchrun starts it
             death.at.write_text(str(time.time()))
             if death.how in _SIGNALS:
                 os.kill(os.getpid(), _SIGNALS[death.how])
@@ -127,9 +126,10 @@ class Outcome:
     said: list[str]
 
 
-def die_under_torchrun(folder: Path, death: Death, world_size: int) -> Outcome:
-    """Runs the death under a real torchrun."""
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m", "tests.training.deaths", "--rank"]
+def die_under_torchrun(folder: Path, death: Death, world_size: int, max_restarts: int = 0) -> Outcome:
+    """Runs the death under a real torchrun, which starts the ranks anew so many times."""
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", f"--max-restarts={max_restarts}"]
+    words += ["-m", "tests.training.deaths", "--rank"]
     words += [death.moment, death.how, str(death.victim), str(death.at), str(death.turn), "train", "--config", str(folder / "config.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(
@@ -141,26 +141,15 @@ def die_under_torchrun(folder: Path, death: Death, world_size: int) -> Outcome:
 
 
 def die_as_processes(folder: Path, death: Death, world_size: int) -> Outcome:
-    """Runs the death as plain processes with a rendezvous of their own, as Slurm's srun would start them."""
-    import torchrec.distributed.model_parallel  # noqa: F401 - once here instead of seconds in every fork
+    """Runs the death as plain processes."""
 
-    with socket.create_server(("localhost", 0)) as probe:
-        port = probe.getsockname()[1]
-    pipes = [os.pipe() for _ in range(world_size)]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(rank, world_size, port, folder, death, pipes)) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    for _, end in pipes:
-        os.close(end)
-    for process in processes:
-        process.join()
-    ended, said = time.time(), []
-    for start, _ in pipes:
-        with open(start, encoding="utf-8") as text:
-            said.append(text.read())
-    named = [int(rank) for text in said for rank in re.findall(_NAMES, text)]
-    return Outcome(ended - _time_of(death), [process.exitcode or 0 for process in processes], named, said)
+    def act() -> None:
+        arrange(death)
+        cli.main(["train", "--config", str(folder / "config.yaml")])
+
+    ended = run_processes(act, world_size)
+    named = [int(rank) for text in ended.said for rank in re.findall(_NAMES, text)]
+    return Outcome(ended.at - _time_of(death), ended.codes, named, ended.said)
 
 
 _NAMES = r"distrag train: rank (\d+) of"
@@ -170,20 +159,8 @@ def _time_of(death: Death) -> float:
     return float(death.at.read_text()) if death.at.exists() else float("nan")
 
 
-def _rank(rank: int, world_size: int, port: int, folder: Path, death: Death, pipes: list[tuple[int, int]]) -> None:
-    os.dup2(pipes[rank][1], 1)
-    os.dup2(pipes[rank][1], 2)
-    for start, end in pipes:
-        os.close(start)
-        os.close(end)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False)) for n in (1, 2))  # pytest has put its own there
-    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({"MASTER_ADDR": "localhost", **{name: str(value) for name, value in sizes.items()}})
-    arrange(death)
-    cli.main(["train", "--config", str(folder / "config.yaml")])
-
-
 LAUNCHERS: dict[str, Callable[[Path, Death, int], Outcome]] = {"torchrun": die_under_torchrun, "processes": die_as_processes}
+LAUNCHERS["restarts"] = partial(die_under_torchrun, max_restarts=3)
 
 
 def die(folder: Path, moment: str, how: str, *, launcher: str, world_size: int, victim: int, turn: int = 3, **keys: Any) -> Outcome:
@@ -219,7 +196,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(prog="python -m tests.training.deaths", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--moments", nargs="+", choices=(*MOMENTS, "loading"), default=list(MOMENTS))
-    parser.add_argument("--launchers", nargs="+", choices=tuple(LAUNCHERS), default=list(LAUNCHERS))
+    parser.add_argument("--launchers", nargs="+", choices=("torchrun", "processes"), default=["torchrun", "processes"])
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--victim", type=int, default=1)
     args = parser.parse_args()

@@ -134,7 +134,7 @@ def test_a_run_that_dies_before_its_first_save_starts_from_there_again_by_itself
             killed.append(agent)
         return False
 
-    assert not launch_torchrun(start(store, run, first, **keys), 2, kill_one, 0, "--max-restarts=1")
+    assert not launch_torchrun(start(store, run, first, **keys), 2, kill_one, 0, "kill", "--max-restarts=1")
     assert killed
     assert losses_of(run) == losses_of(tmp_path / "whole")
     assert not faults_of(run, NUM_SAMPLES, 2)

@@ -76,6 +76,8 @@ def test_a_run_that_is_asked_to_stop_at_its_start_ends_at_once_and_leaves_nothin
     seen = die(tmp_path / "cut", "start", "term", launcher="processes", world_size=2, victim=victim, turn=1)
     assert seen.codes == [PREEMPTED] * 2
     assert "Traceback" not in "".join(seen.said)
+    if victim == -1:
+        assert "stopped by SIGTERM before the first step" in seen.said[0]
     assert not (tmp_path / "cut" / "run").exists()
 
 
