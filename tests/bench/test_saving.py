@@ -12,21 +12,9 @@ from tests.ranks import run_ranks
 
 
 def test_saves_of_both_kinds_are_measured_in_turn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--rows",
-        "3000",
-        "--dim",
-        "16",
-        "--batch-size",
-        "16",
-        "--rounds",
-        "2",
-        "--steps",
-        "4",
-        "--json",
-        str(tmp_path / "saving.json"),
-    ]
-    run_ranks(main, 2, ["bench", "saving", *words, "--folder", str(tmp_path / "disk")])
+    words = ["--rows", "3000", "--dim", "16", "--batch-size", "16", "--rounds", "2", "--steps", "4"]
+    words += ["--folder", str(tmp_path / "disk"), "--json", str(tmp_path / "saving.json")]
+    run_ranks(main, 2, ["bench", "saving", *words])
     report = json.loads((tmp_path / "saving.json").read_text())
     assert report["world_size"] == 2
     assert report["bytes"] > 3000 * 16 * 4

@@ -180,7 +180,8 @@ def die(folder: Path, moment: str, how: str, *, launcher: str, world_size: int, 
     store = folder.parent / "store"
     if not store.exists():
         write_histories(store, 400)
-    keys = {"train__save_every": 2, "train__eval_every": 3, **keys}
+    # What is written beside the steps is met at any of them; in their way it has a place that can be told in advance.
+    keys = {"train__save_every": 2, "train__eval_every": 3, "train__async_save": False, **keys}
     (folder / "config.yaml").write_text(yaml.safe_dump(config(store, folder / "run", **keys)))
     return LAUNCHERS[launcher](folder, Death(moment, how, victim, folder / "died", turn), world_size)
 
