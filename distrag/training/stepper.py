@@ -102,7 +102,7 @@ class Stepper:
         return result
 
     def numbers(self) -> torch.Tensor:
-        """Returns what this rank adds to a line of metrics, float64: squared norms of the watched keys, an explosion since the last line."""
+        """Returns what this rank adds to a line of metrics, float64: squared norms of the watched keys, an explosion since the last."""
         explosion, self._explosion = self._explosion, Explosion()
         return torch.cat([self._squares.cpu(), torch.tensor(astuple(explosion), dtype=torch.float64)])
 
