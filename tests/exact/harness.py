@@ -14,9 +14,8 @@ import torch
 from distrag.batch import RaggedBatch
 from distrag.config import choose_encoder, choose_loss, read_config
 from distrag.data.store import open_store
-from distrag.training.build import Job, build_job
+from distrag.training.build import Job, build_job, build_sampler
 from distrag.training.checks import check_job
-from distrag.training.fit import build_sampler
 from distrag.training.trace import Array, compare_states, read_state, save_state, train_steps
 from distrag.world import start_world
 from tests.exact.cases import NUM_STEPS, Case, config
