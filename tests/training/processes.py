@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -33,6 +35,7 @@ def run_processes(act: Callable[[], object], world_size: int) -> Ended:
     """Runs `act` on so many ranks, which start their own process group, and waits for the last of them to be gone."""
     import torchrec.distributed.model_parallel  # noqa: F401 - once here instead of seconds in every fork
 
+    torch.set_num_threads(1)  # as torchrun does: sums come out in one order
     with socket.create_server(("localhost", 0)) as probe:
         port = probe.getsockname()[1]
     pipes = [os.pipe() for _ in range(world_size)]
