@@ -59,12 +59,9 @@ def train_step(
 ) -> StepResult:
     """Runs forward, backward and update for this rank's share of one global step.
 
-    The loss sum is divided once by the global count and multiplied once by the world size, because DDP and TorchRec both average
-    over ranks. The global count comes with the batch, from the plan: no collective is spent on it. Rates must be set before: the
-    fused tables read them in `zero_grad`.
-
-    With a guard the backward stops in front of the sharded tables, until every rank knows whether any of them found a number that is not
-    finite; then all update, or none. That knowledge travels with the gradients of the dense part.
+    The loss sum is divided once by the global count, which comes with the batch from the plan, and multiplied once by the world size:
+    DDP and TorchRec both average over ranks. Rates must be set before: fused tables read them in `zero_grad`. With a guard the backward
+    stops in front of the sharded tables until every rank knows whether any found a bad number; then all update, or none.
 
     Args:
         parallel: the sharded model.
@@ -77,8 +74,8 @@ def train_step(
         stop: tells whether this rank was asked to stop; asked in the backward.
         following: the batch of the next step; its ids are exchanged while this one computes.
         micro_batches: parts that encoder, head and loss see one after the other; lookups and update are of the whole share.
-        inspect: called with the norms of the dense part and of the vectors, once the gradients of an admitted step are there and before
-            they are clipped and used; those of the vectors are still multiplied by scale and world size.
+        inspect: called with the norms of dense part and vectors before gradients are clipped and used; those of the vectors are still
+            multiplied by scale and world size.
     """
     boundary = parallel.plain.tables.boundary
     boundary.now.holds, boundary.now.stop = guard is not None, stop
