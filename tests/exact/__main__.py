@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write every number there")
     args = parser.parse_args()
     started = time.perf_counter()
-    cases = [case for step in args.steps for eps in args.eps for case in matrix(step, eps)] + FURTHER
+    # At the usual eps rounding is blown up, whatever the step; it is looked at once.
+    pairs = [(step, eps) for step in args.steps for eps in args.eps if eps == "large" or step == "plain"]
+    cases = [case for step, eps in pairs for case in matrix(step, eps)] + FURTHER
     cases = [case for case in cases if all(word in str(case).split() for word in args.k.split())]
     with tempfile.TemporaryDirectory() as folder:
         store = build_store(Path(folder) / "store")

@@ -48,7 +48,7 @@ def run_cases(cases: Sequence[Case], world_size: int, store: Path, folder: Path)
 
     for i in range(len(cases)):
         _folder(folder, world_size, i).mkdir(parents=True)
-    answers = run_ranks(rank, world_size, timeout_s=60 + 10 * world_size * len(cases))
+    answers = run_ranks(rank, world_size, timeout_s=60 + 60 * world_size * len(cases))
     return [
         [Run(losses, read_state(_folder(folder, world_size, i), r), idle, samples) for r, (losses, idle, samples) in enumerate(its)]
         for i, its in enumerate(zip(*answers, strict=True))
@@ -106,17 +106,22 @@ def run_references(cases: Sequence[Case], store: Path) -> list[Wanted | None]:
     def one() -> list[Wanted | None]:
         return [_run_reference(case, store) if case.reference else None for case in cases]
 
-    return run_ranks(one, 1, timeout_s=60 + 30 * len(cases))[0]  # type: ignore[no-any-return]
+    return run_ranks(one, 1, timeout_s=60 + 60 * len(cases))[0]  # type: ignore[no-any-return]
 
 
 def _run_reference(case: Case, store: Path) -> Wanted:
-    job = build_job(read_config(config(case, store, store)), start_world("cpu"))
+    job = build_job(read_config(config(case, store, store.with_name("run"))), start_world("cpu"))
     torch.set_flush_denormal(False)
     start = {n.removeprefix("module."): _whole(v).clone() for n, v in job.parallel.model.state_dict().items()}
-    trained = train_reference(_plan(job), start, _inputs(job), copies=0 if case.eps == "large" else 4)
-    state, spread = ({name: value.numpy() for name, value in side.items()} for side in (trained.state, trained.spread))
+    plan, steps = _plan(job), list(_inputs(job))
+    losses, trained = train_reference(plan, start, steps)
+    state = {name: value.numpy() for name, value in trained.items()}
+    spread = {name: np.zeros(value.shape) for name, value in state.items()}
+    for seed in () if case.eps == "large" else range(1, _SWAYED + 1):
+        swayed = train_reference(plan, start, steps, seed)[1]
+        spread = {name: np.maximum(its, np.abs(swayed[name].numpy() - state[name])) for name, its in spread.items()}
     moved = min(float(np.abs(state[name] - value.numpy()).max()) for name, value in start.items())
-    return Wanted(trained.losses, state, spread, moved)
+    return Wanted(losses, state, spread, moved)
 
 
 def _whole(value: Any) -> torch.Tensor:
@@ -196,6 +201,7 @@ def _unpack(batch: RaggedBatch, job: Job) -> Step:
     return Step(samples, shared)
 
 
+_SWAYED = 3
 LIMIT = 1e-6
 """What float32 may differ by, in a loss, a dense parameter or a row of a table."""
 
@@ -205,7 +211,7 @@ class Apart:
     """How far a run is from what it should be.
 
     Attributes:
-        loss: largest difference of a step's loss.
+        loss: largest difference of a step's loss, as a share of it where it is above 1.
         dense: of an element of a dense parameter.
         tables: of an element of a table.
         over: elements that differ by more than the limit.
@@ -232,7 +238,7 @@ def is_table(name: str) -> bool:
 def compare(run: Run, wanted: Run | Wanted) -> Apart:
     """Returns the largest differences of losses, dense parameters and tables."""
     assert len(run.losses) == len(wanted.losses) == NUM_STEPS
-    loss = float(np.abs(np.subtract(run.losses, wanted.losses)).max())
+    loss = float((np.abs(np.subtract(run.losses, wanted.losses)) / np.maximum(1.0, np.abs(wanted.losses))).max())
     dense = compare_states(run.state, wanted.state, lambda name: not is_table(name))
     tables = compare_states(run.state, wanted.state, is_table)
     over = unexplained = 0
@@ -254,7 +260,7 @@ def refusals(case: Case, store: Path, world_sizes: Sequence[int]) -> list[str]:
         except ValueError as error:
             return str(error), None
 
-    refused, run = text(lambda: read_config(config(case, store, store)))
+    refused, run = text(lambda: read_config(config(case, store, store.with_name("run"))))
     return [
         refused or text(lambda size=size: check_job(run, schema, size, device="cpu", limit_bytes=None))[0]  # type: ignore[misc]
         for size in world_sizes

@@ -8,7 +8,7 @@ the other side alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -319,58 +319,27 @@ def build_optimizers(plan: Plan, names: Weights) -> list[torch.optim.Optimizer]:
     return made
 
 
-ROUNDING = 2.0**-20
-"""What float32 leaves uncertain of a gradient, as a share of the largest one of its row: sixteen units in the last place, for a sum of
-terms that nearly cancel, made of states that were rounded too."""
+ROUNDING = 2.0**-18
+"""What float32 may leave uncertain of a gradient, as a share of the largest one of its row: 64 units in the last place. 1e-5 was seen,
+where the terms of a whole row nearly cancel."""
 
 
-class Swayed:
-    """Copies of the parameters under the same optimizers, their gradients off by what float32 rounds, up or down at random.
+def train_reference(plan: Plan, start: Weights, steps: Iterable[Step], sway: int = 0) -> tuple[list[float], Weights]:
+    """Returns the loss of each step and the state after the last.
 
     An adaptive optimizer divides a gradient by its own size. Where that is near eps, as a first one may be by chance, rounding becomes a
-    finite step, in any implementation. How far the copies end from the reference tells which elements those are.
+    finite step, in any implementation. Training once more with gradients that are off by so little tells which elements those are.
+
+    Args:
+        plan: what is trained, and how.
+        start: weights by name.
+        steps: what it is trained on.
+        sway: a seed for putting every gradient off by what float32 rounds, up or down at random; 0 leaves them.
     """
-
-    def __init__(self, plan: Plan, names: Weights, copies: int) -> None:
-        self.copies = [{name: p.detach().clone() for name, p in names.items()} for _ in range(copies)]
-        self.optimizers = [build_optimizers(plan, copy) for copy in self.copies]
-        self.random = torch.Generator().manual_seed(1)
-
-    def step(self, names: Weights, rates: list[float]) -> None:
-        for copy, optimizers in zip(self.copies, self.optimizers, strict=True):
-            for name, p in names.items():
-                assert p.grad is not None
-                sign = torch.randint(0, 2, p.shape, generator=self.random) * 2 - 1
-                off = p.grad.abs().amax(-1, keepdim=True) * sign * ROUNDING
-                copy[name].grad = torch.where(p.grad != 0, p.grad + off, 0.0)
-            _apply(optimizers, rates)
-
-    def spread(self, names: Weights) -> Weights:
-        """Returns how far each element could end from where it is, by rounding alone; 0 without copies."""
-        return {name: torch.stack([(copy[name] - p).abs() for copy in (*self.copies, names)]).amax(0).detach() for name, p in names.items()}
-
-
-def _apply(optimizers: list[torch.optim.Optimizer], rates: list[float]) -> None:
-    for group, rate in zip([group for o in optimizers for group in o.param_groups], rates, strict=True):
-        group["lr"] = rate
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What the reference comes to: the loss of each step, the state after the last, and how uncertain rounding alone makes each element."""
-
-    losses: list[float]
-    state: Weights
-    spread: Weights
-
-
-def train_reference(plan: Plan, start: Weights, steps: Iterator[Step], copies: int) -> Trained:
-    """Returns what training `start` on `steps` comes to; `copies` are swayed to see what rounding does."""
-    model = Model(plan, start)
-    names, optimizers, swayed = model.names, build_optimizers(plan, model.names), Swayed(plan, model.names, copies)
-    full = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    model, random = Model(plan, start), torch.Generator().manual_seed(sway)
+    names, optimizers = model.names, build_optimizers(plan, model.names)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    full = [group["lr"] for group in groups]
     clipped = [p for name, p in names.items() if name not in plan.optimizer_of or name in plan.clipped_tables]
     losses = []
     for number, step in enumerate(steps):
@@ -379,13 +348,23 @@ def train_reference(plan: Plan, start: Weights, steps: Iterator[Step], copies: i
         loss.backward()
         for p in names.values():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if sway:
+            _sway(names.values(), random)
         if plan.clip_norm:
             torch.nn.utils.clip_grad_norm_(clipped, plan.clip_norm)
-        rates = [rate * plan.rate(number) for rate in full]
-        swayed.step(names, rates)
-        _apply(optimizers, rates)
+        for group, rate in zip(groups, full, strict=True):
+            group["lr"] = rate * plan.rate(number)
+        for optimizer in optimizers:
+            optimizer.step()
         with torch.no_grad():
             for p in names.values():
                 p.copy_(p.float())
         losses.append(loss.item())
-    return Trained(losses, {name: p.detach() for name, p in names.items()}, swayed.spread(names))
+    return losses, {name: p.detach() for name, p in names.items()}
+
+
+def _sway(parameters: Iterable[Tensor], random: torch.Generator) -> None:
+    for p in parameters:
+        assert p.grad is not None
+        sign = torch.randint(0, 2, p.shape, generator=random) * 2 - 1
+        p.grad += torch.where(p.grad != 0, p.grad.abs().amax(-1, keepdim=True) * sign * ROUNDING, 0.0)

@@ -74,7 +74,7 @@ def test_no_setting_that_there_is_is_taken_for_one_that_there_is_not() -> None:
     ],
 )
 def test_a_combination_that_cannot_be_exact_is_refused_before_anything_starts(changes: dict[str, Any], message: str, store: Path) -> None:
-    sections = config(BASE, store, store)
+    sections = config(BASE, store, store.with_name("run"))
     for key, value in changes.items():
         section, _, name = key.partition("__")
         sections[section] = {**sections[section], name: value}
