@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer
 
 from distrag.batch import RaggedBatch
-from distrag.embedding.boundary import BAD, SQUARES, STOP, never
+from distrag.embedding.boundary import BAD, SQUARES, STOP, Boundary, never
 from distrag.model import SequenceModel
 from distrag.parallel import Parallel
 from distrag.problem import problem
@@ -77,13 +77,8 @@ def train_step(
         inspect: called with the norms of dense part and vectors before gradients are clipped and used; those of the vectors are still
             multiplied by scale and world size.
     """
-    boundary = parallel.plain.tables.boundary
-    boundary.now.holds, boundary.now.stop = guard is not None, stop
+    boundary = _begin(parallel, optimizer, guard, stop)
     scale = guard.scale if guard is not None else 1.0
-    optimizer.zero_grad()
-    boundary.flags.grad = None
-    if guard is not None:
-        parallel.set_updates(guard.num_updates)
     factor = scale * world.size / (batch.global_count if batch.global_count > 0 else 1.0)
     loss_sum, count = run_parts(parallel, batch, factor, following, micro_batches)
     gradients = [p.grad for p in parallel.dense.values() if p.grad is not None]
@@ -107,6 +102,16 @@ def train_step(
         torch.nn.utils.clip_grads_with_norm_(list(parallel.dense.values()), clip_norm, norm / scale)
     optimizer.step()
     return StepResult(loss_sum, count, dense / scale, vector_norm, stop=stopped > 0)
+
+
+def _begin(parallel: Parallel, optimizer: CombinedOptimizer, guard: Guard | None, stop: Callable[[], bool]) -> Boundary:
+    boundary = parallel.plain.tables.boundary
+    boundary.now.holds, boundary.now.stop = guard is not None, stop
+    optimizer.zero_grad()
+    boundary.flags.grad = None
+    if guard is not None:
+        parallel.set_updates(guard.num_updates)
+    return boundary
 
 
 def run_parts(
