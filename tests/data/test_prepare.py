@@ -318,6 +318,9 @@ def test_files_that_are_no_parquet_are_refused_by_name(tmp_path: Path) -> None:
         prepare([tmp_path / "a.parquet", tmp_path / "b.csv"], tmp_path / "out")
 
 
+EVENTS = st.tuples(st.none() | st.integers(-2, 300), st.none() | st.floats(-1e6, 1e6, width=32), st.integers(0, 3))
+
+
 @settings(max_examples=40)
 @given(st.lists(st.none() | st.lists(EVENTS, max_size=6), min_size=1, max_size=8), st.integers(1, 4))
 def test_parquet_to_store_to_arrays_gives_the_rows_back(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], read_rows: int) -> None:

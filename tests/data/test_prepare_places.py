@@ -10,7 +10,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import strategies as st
 
 from distrag.data.prepare import prepare
 from distrag.data.schema import save_schema
@@ -143,6 +142,3 @@ def test_two_processes_may_prepare_one_folder_at_once(tmp_path: Path, overwrite:
     hashes = at_once(_PREPARE, file, tmp_path / "out", overwrite)
     assert set(hashes) == {open_store(tmp_path / "out", verify=True).content_hash}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parquet", "out"]
-
-
-EVENTS = st.tuples(st.none() | st.integers(-2, 300), st.none() | st.floats(-1e6, 1e6, width=32), st.integers(0, 3))
