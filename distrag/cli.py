@@ -6,6 +6,7 @@ Every command imports what it needs when it runs, so that `distrag --help` answe
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -222,6 +223,7 @@ BENCHES = {
     "plan-balance": "how even planned steps are over the ranks, beside a random deal and balancing after loading",
     "plan-speed": "seconds and memory of planning an epoch, beside other samplers",
     "safety": "what the checks of a training step cost",
+    "saving": "how long a save holds up training, written in its way and beside it",
     "ranks": "under torchrun: the ranks' measured imbalance, by the plan and by a plain DistributedSampler",
 }
 
@@ -229,17 +231,9 @@ BENCHES = {
 def _bench(words: list[str]) -> None:
     which = words[0] if words and words[0] in BENCHES else ""
     parser = _parser(f"bench {which}".strip(), BENCHES[which])
-    if which == "plan-balance":
-        from distrag.bench.balance import bench
-    elif which == "plan-speed":
-        from distrag.bench.speed import bench
-    elif which == "ranks":
-        from distrag.bench.ranks import bench
-    elif which == "safety":
-        from distrag.bench.safety import bench
-    else:
-        from distrag.bench.command import bench
-
+    name = {"": "command", "plan-balance": "balance", "plan-speed": "speed"}.get(which, which)
+    bench: Callable[[argparse.ArgumentParser, list[str]], object] = importlib.import_module(f"distrag.bench.{name}").bench
+    if not which:
         parser.epilog = "Other benches: " + "; ".join(f"`distrag bench {name}`, {what}" for name, what in BENCHES.items() if name) + "."
     bench(parser, words[1:] if which else words)
 

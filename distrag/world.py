@@ -25,24 +25,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from distrag.launched import Launch, join_launches, launch_here
 from distrag.leaving import RanksFailed, Stopped, leaving_error, verdict_error
 from distrag.peers import Peers, Verdict
 from distrag.problem import problem
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What started the ranks, so that a second start by the same torchrun or Slurm job can be told from another run.
-
-    Attributes:
-        names: torchrun agents and Slurm jobs of all ranks, to be written down.
-        again: those of `names` under which this start is a later one, if they were written down before.
-    """
-
-    names: frozenset[str] = frozenset()
-    again: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -67,12 +55,16 @@ class World:
     device: torch.device
     started_here: bool = True
     peers: Peers = field(default_factory=lambda: Peers(0, [socket.gethostname()]), compare=False, repr=False)
-    launch: Launch = Launch()
+    launch: Launch = field(default_factory=Launch)
 
     def free_bytes(self) -> int:
         """Returns how many bytes the device (its host, on CPU) has free; the smallest answer of all ranks."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else _available_bytes()
         return -int(self.all_reduce_max(torch.tensor(-free, device=self.device)))
+
+    def free_host_bytes(self) -> int:
+        """Returns how many bytes of its host's memory a rank may take, its share of what is free; the smallest answer of all ranks."""
+        return -int(self.all_reduce_max(torch.tensor(-(_available_bytes() // self.local_size), device=self.device)))
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """Returns `value` after adding every other rank's to it, in place, on every rank."""
@@ -305,7 +297,7 @@ def open_world(device: str = "auto", *, timeout_s: float = 300.0) -> Iterator[Wo
         Stopped: another rank was stopped first.
     """
     world = start_world(device, timeout_s=timeout_s)
-    world = _meet(world) if world.size > 1 else dataclasses.replace(world, launch=_launch_here())
+    world = _meet(world) if world.size > 1 else dataclasses.replace(world, launch=launch_here(os.environ))
     try:
         yield world
         if world.started_here:
@@ -342,7 +334,7 @@ def _meet(world: World) -> World:
         os._exit(error.code if isinstance(error, Stopped) and isinstance(error.code, int) else 1)
 
     peers.on_stuck = end
-    return dataclasses.replace(world, peers=peers, launch=_join(world.all_gather_object(_launch_here())))
+    return dataclasses.replace(world, peers=peers, launch=join_launches(world.all_gather_object(launch_here(os.environ))))
 
 
 @contextmanager
@@ -374,29 +366,3 @@ def tell_torchrun(error: BaseException) -> None:
         get_error_handler().record_exception(error)
     except type(error):
         get_error_handler().record_exception(error)
-
-
-def _launch_here() -> Launch:
-    """Returns what started this process: the torchrun agent above it, and its Slurm job."""
-    names, again = set[str](), set[str]()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # An agent outlives its workers, and restarts them when one fails or when a node joins; only the first is counted as a restart.
-        agent = f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {_start_of(os.getppid())}"
-        names, again = {agent}, {agent}
-    if job := os.environ.get("SLURM_JOB_ID"):
-        names |= {f"slurm {job}"}
-        again |= {f"slurm {job}"} if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 else set()
-    return Launch(frozenset(names), frozenset(again))
-
-
-def _join(launches: list[Launch]) -> Launch:
-    names, again = ([getattr(each, name) for each in launches] for name in ("names", "again"))
-    return Launch(frozenset().union(*names), frozenset().union(*again))
-
-
-def _start_of(pid: int) -> str:
-    """Returns when a process began, in ticks since the machine did; '' where the kernel does not say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

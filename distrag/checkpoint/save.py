@@ -26,6 +26,10 @@ _TURN_S = 5.0
 """A rank that waits for a save tells the others as often that it lives; far below any `train.timeout_s`."""
 
 
+_ROOM = 0.7
+"""Share of a host's free memory that the copies of a save may take."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Save:
     """One save: everything that the thread which writes it needs."""
@@ -47,7 +51,7 @@ class Checkpoints:
         folder: `checkpoints` of the run.
         world: the ranks.
         keep: how many of the newest steps stay; 0 removes none.
-        background: whether training goes on while a save is written; its tensors are then copied to the host first.
+        background: whether training goes on while a save is written; its tensors are then copied to the host first, if they have room.
         contract: files that are copied into every checkpoint, where they exist.
     """
 
@@ -79,6 +83,8 @@ class Checkpoints:
         self.wait()
         states = read_states(parallel, optimizer) if optimizer is not None else ()
         pieces = share(iter([*read_model(parallel), *states, *read_random(self.world)]), self.world)
+        if self.background and not self._copies:
+            self.background = self._has_room(pieces)
         if self.background:
             pieces = [dataclasses.replace(piece, tensor=self._copy(piece)) for piece in pieces]
         self._count += 1
@@ -90,6 +96,14 @@ class Checkpoints:
         self._thread.start()
         if not self.background:
             self.wait()
+
+    def _has_room(self, pieces: list[Piece]) -> bool:
+        """Returns whether every rank's host has memory for a copy of what it saves; says so where not."""
+        size, room = sum(piece.tensor.nbytes for piece in pieces), self.world.free_host_bytes()
+        fits = all(self.world.all_gather_object(size <= _ROOM * room))
+        if not fits and self.world.rank == 0:
+            print("saves are written in the way of training: a copy of what they hold would fill the memory of the host", flush=True)
+        return fits
 
     def _copy(self, piece: Piece) -> torch.Tensor:
         """Returns the piece's values in memory of the host that every save uses again: fresh memory costs more than the copy."""

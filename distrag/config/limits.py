@@ -109,8 +109,12 @@ _RANGES: dict[str, Range] = {
 _PATHS = ("data.path", "data.cache", "train.run_dir", "train.init")
 
 
-def check_config(config: RunConfig) -> RunConfig:
+def check_config(config: RunConfig, *, writes: bool = True) -> RunConfig:
     """Returns the config when its values make sense, each alone and together.
+
+    Args:
+        config: the run.
+        writes: whether its folders will be written to, and are therefore to be its own.
 
     Raises:
         ValueError: naming the key, its value and what it may be.
@@ -128,7 +132,8 @@ def check_config(config: RunConfig) -> RunConfig:
     _check_locality(config)
     _check_features(config)
     _check_metric(config)
-    _check_places(config)
+    if writes:
+        _check_places(config)
     return config
 
 

@@ -41,23 +41,24 @@ def known_keys() -> tuple[str, ...]:
     return tuple(_hints())
 
 
-def read_config(args: Sequence[str] | Mapping[str, Any] | RunConfig) -> RunConfig:
+def read_config(args: Sequence[str] | Mapping[str, Any] | RunConfig, *, writes: bool = True) -> RunConfig:
     """Returns the config out of command-line words, or of a nested mapping.
 
     Args:
         args: words such as `["--config", "c.yaml", "--optim.lr=0.01"]`, or a mapping as YAML would give it.
+        writes: whether the folders of the run will be written to; one that is only read may lie anywhere.
 
     Raises:
         ValueError: an unknown key (the nearest known one is named), a value of the wrong type, or one out of range.
     """
     if isinstance(args, RunConfig):
-        return check_config(args)
+        return check_config(args, writes=writes)
     given: Given = {}
     if isinstance(args, Mapping):
         _take_tree(given, args, "the config mapping")
     else:
         _take_words(given, [str(word) for word in args])
-    return check_config(_filled(RunConfig(), given))
+    return check_config(_filled(RunConfig(), given), writes=writes)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class TrainConfig:
         tensorboard: write TensorBoard events.
         save_every: steps between saves of the state, checkpoints/step-<n>; 0 saves at the end of each epoch.
         keep: how many of the newest saves stay, beside the best.
-        async_save: write a save while training goes on, from a copy in the memory of the host; the next one waits for it.
+        async_save: write a save while training goes on, from a copy in the memory of the host where it has room; the next one waits.
         resume: go on with the run in run_dir from its newest whole save, on as many ranks as there are now; without one start anew.
         init: a run, or one of its checkpoints, whose weights a new run starts from; its optimizers start anew.
         log_samples: write the sample numbers of every step to samples/rank-<r>.jsonl.
@@ -100,7 +100,7 @@ class TrainConfig:
     tensorboard: bool = True
     save_every: int = 0
     keep: int = 2
-    async_save: bool = False
+    async_save: bool = True
     resume: bool = False
     init: str = ""
     log_samples: bool = False

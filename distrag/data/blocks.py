@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distrag.data.plain_types import WrongType, convert, describe
+from distrag.data.text_file import parse_json
 from distrag.problem import problem
 
 if TYPE_CHECKING:
@@ -101,17 +103,27 @@ def parse_blocks(text: bytes, names: Sequence[str], where: str) -> Blocks:
     Raises:
         ValueError: for other files, or as many sums as do not fit their sizes.
     """
-    try:
-        raw: dict[str, Any] = json.loads(text)
-        found = Blocks(int(raw["block_bytes"]), {str(name): int(size) for name, size in raw["sizes"].items()}, raw["sha256"])
-        right = found.block_bytes > 0 and sum(_count(size, found.block_bytes) for size in found.sizes.values()) == len(found)
-        got = sorted(found.sizes) if right else "sums that do not fit the sizes"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        right, got = False, f"{type(error).__name__}: {error}"
-    if not right or got != sorted(names):
-        todo = "run `distrag prepare` again with --overwrite"
-        raise problem("Not the block sums of this store", got=got, wanted=sorted(names), where=where, todo=todo)
+    raw = parse_json(text, where, what="The block sums of the store", todo=_AGAIN)
+    if not isinstance(raw, dict) or set(raw) != set(_FIELDS):
+        got = sorted(raw) if isinstance(raw, dict) else f"{raw!r:.80}"
+        raise problem("Not the block sums of a store", got=got, wanted=sorted(_FIELDS), where=where, todo=_AGAIN)
+    for name, kind in _FIELDS.items():
+        try:
+            convert(raw[name], kind)
+        except WrongType:
+            got, wanted = f"{name} {raw[name]!r:.80}", describe(kind)
+            raise problem("Not the block sums of a store", got=got, wanted=wanted, where=where, todo=_AGAIN) from None
+    found = Blocks(raw["block_bytes"], raw["sizes"], raw["sha256"])
+    right = found.block_bytes > 0 and min(found.sizes.values(), default=0) >= 0
+    right = right and sum(_count(size, found.block_bytes) for size in found.sizes.values()) == len(found)
+    got = sorted(found.sizes) if right else "sums that do not fit the sizes"
+    if got != sorted(names):
+        raise problem("Not the block sums of this store", got=got, wanted=sorted(names), where=where, todo=_AGAIN)
     return found
+
+
+_FIELDS: dict[str, Any] = {"block_bytes": int, "sizes": dict[str, int], "sha256": list[str]}
+_AGAIN = "copy the store again, or run `distrag prepare` again with --overwrite"
 
 
 def _count(size: int, block_bytes: int) -> int:

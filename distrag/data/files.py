@@ -68,15 +68,20 @@ def find_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def check_path(path: str | Path) -> None:
-    """Refuses a path that is empty, or whose name is no UTF-8, which Arrow cannot open.
+    """Refuses a path that is empty, holds a name that is too long, or is no UTF-8, which Arrow cannot open.
 
     Raises:
         ValueError: it is.
     """
     text = str(path)
-    if not text.strip() or "\0" in text or text != text.encode(errors="replace").decode():
+    long = any(len(name.encode(errors="replace")) > 255 for name in text.split("/"))
+    if not text.strip() or "\0" in text or long or text != text.encode(errors="replace").decode():
         raise problem(
-            "A path that cannot be used", got=repr(text), wanted="UTF-8 text", where="the command line", todo="rename the file or folder"
+            "A path that cannot be used",
+            got=f"{text!r:.300}",
+            wanted="UTF-8 text, names of at most 255 bytes",
+            where="the command line",
+            todo="rename the file or folder",
         )
 
 

@@ -90,7 +90,7 @@ def _describe(kind: Any) -> str:
     if origin is Mapping:
         return "a mapping"
     if origin is dict:
-        return f"a mapping of {_MANY[of[0]]} to {_MANY[of[1]]}, such as {{item: row_wise}}"
+        return f"a mapping of {_MANY[of[0]]} to {_MANY[of[1]]}"
     if origin in (list, tuple):
         if origin is tuple and of[1:] != (...,):
             return f"a list of {len(of)} {_MANY[of[0]]}"

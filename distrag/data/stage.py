@@ -148,7 +148,7 @@ class Stage:
         marks = np.memmap(self.folder / STAGED, np.uint8, "r+")
         for name, size in self._blocks.sizes.items():
             path = self.folder / name
-            if _size(path) != size or path.is_symlink():  # what a link leads to is not the cache's
+            if _size(path) != size:
                 marks[self._blocks.span(name)] = 0
                 path.parent.mkdir(exist_ok=True)
                 path.unlink(missing_ok=True)  # who has the old one mapped keeps it
@@ -257,7 +257,8 @@ def _turn(folder: Path) -> Iterator[bool]:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
+    """Returns the bytes of a file of the cache, -1 where there is none; what a link leads to is none."""
+    return path.stat().st_size if path.is_file() and not path.is_symlink() else -1
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -181,7 +181,9 @@ def _check_events(text: str) -> None:
             _add(stack, 1, 0, line, event.value)
             anchors |= {event.anchor: (1, 0)} if event.anchor else {}
         elif isinstance(event, yaml.AliasEvent):
-            known = anchors.get(event.anchor or "", (1, 0))
+            if event.anchor not in anchors:
+                raise ValueError(f"line {line}: *{event.anchor} names nothing")
+            known = anchors[event.anchor]
             if known is None:
                 raise ValueError(f"line {line}: {event.anchor} holds itself")
             _add(stack, *known, line, None)

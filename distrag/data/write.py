@@ -149,7 +149,7 @@ def _wrap(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a fresh folder beside `out` that no other process uses; what is left of it at the end is removed."""
-    folder = out.parent / f".{out.name[:100]}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    folder = out.parent / f".{out.name[:40]}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()

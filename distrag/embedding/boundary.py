@@ -9,7 +9,6 @@ this rank is not finite, that it was asked to stop, and the squared norm of its 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 BAD, STOP, SQUARES = range(3)
+_MOST = torch.finfo(torch.float32).max
 
 
 class Boundary(nn.Module):
@@ -55,7 +55,7 @@ class Boundary(nn.Module):
         """Gives the tables the gradients that were held, times `factor`: the second backward. A collective."""
         held, self.now.held = list(self.now.held.values()), {}
         if held:
-            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in held]
+            gradients = [leaf.grad for _, leaf in held if leaf.grad is not None]  # the watch gives each one, of zeros at least
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             torch.autograd.backward([found for found, _ in held], gradients)
@@ -111,7 +111,7 @@ class _Watch(torch.autograd.Function):
             sound = torch.isfinite(squares)
             return None, torch.stack([(~sound).float(), torch.full_like(token, stop), torch.where(sound, squares, 0.0)]), *gradients
         total = sum(float(norm) ** 2 for norm in norms)  # a few numbers: quicker here than as tensors
-        bad = not math.isfinite(total)
+        bad = not total <= _MOST  # as on CUDA: the report holds no larger number
         return None, torch.tensor([float(bad), stop, 0.0 if bad else total]), *gradients
 
 

@@ -61,7 +61,7 @@ def _read(path: Path) -> tuple[Mapping[str, str], dict[str, torch.Tensor]]:
 
 def _build(about: Mapping[str, str], path: str | Path) -> SequenceModel:
     """Returns the model of a config and a schema, its tables without memory."""
-    config, schema = read_config(json.loads(about["config"])), parse_schema(about["schema"].encode(), str(path))
+    config, schema = read_config(json.loads(about["config"]), writes=False), parse_schema(about["schema"].encode(), str(path))
     inputs, loss = build_inputs(config, schema), build_loss(config)
     served = {*inputs.history_keys, *inputs.context_keys}
     # What is only looked up in training, the next item and negatives, is no input of a served model.

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distrag.batch import RaggedBatch, save_batch
+from distrag.model import SequenceModel
 from distrag.parallel import Parallel
-from distrag.training.step import run_parts
+from distrag.training.step import run_parts, shared_key
 from distrag.world import World, agreed
 
 FOLDER = "bad_steps"
@@ -79,7 +80,7 @@ def find_bad(parallel: Parallel, batch: RaggedBatch, factor: float, micro_batche
         run_parts(parallel, batch, factor, None, micro_batches)
     for key, (_, leaf) in boundary.now.held.items():
         if leaf.grad is not None:
-            found += _in_key("backward", f"the vectors of {key!r}", leaf.grad, batch, key)
+            found += _in_key("backward", f"the vectors of {key!r}", leaf.grad, batch, key, shared_key(parallel.plain))
     boundary.drop()
     for name, parameter in parallel.dense.items():
         if parameter.grad is not None and not found:
@@ -110,17 +111,20 @@ def _in_inputs(batch: RaggedBatch) -> list[Finding]:
     return [finding for name, rows in fields.items() for finding in _in("input", name, getattr(batch, name), rows)]
 
 
-def _in_key(kind: str, name: str, values: Tensor, batch: RaggedBatch, key: str) -> list[Finding]:
-    return _in(kind, name, values, batch.samples.repeat_interleave(batch.ids[key].lengths()))
+def _in_key(kind: str, name: str, values: Tensor, batch: RaggedBatch, key: str, shared: str) -> list[Finding]:
+    rows = None if key == shared else batch.samples.repeat_interleave(batch.ids[key].lengths())  # shared ones are of no sample
+    return _in(kind, name, values, rows)
 
 
 @contextmanager
-def _watched(model: nn.Module, found: list[Finding]) -> Iterator[None]:
+def _watched(model: SequenceModel, found: list[Finding]) -> Iterator[None]:
     """Adds to `found` what the layers of a model give forward and get backward, in the order in which it happens."""
     current: list[RaggedBatch] = []
 
     def rows_of(values: Tensor) -> Tensor | None:
         batch = current[-1]
+        if batch.num_tokens == batch.num_samples:
+            return None  # the shape does not tell positions from samples
         if values.ndim and len(values) == batch.num_tokens:
             return batch.samples.repeat_interleave(batch.lengths)
         return batch.samples if values.ndim and len(values) == batch.num_samples else None
@@ -128,7 +132,7 @@ def _watched(model: nn.Module, found: list[Finding]) -> Iterator[None]:
     def forward(name: str, output: Any) -> None:
         if isinstance(output, dict):  # the tables
             for key, values in output.items():
-                found.extend(_in_key("vectors", repr(key), values.detach(), current[-1], key))
+                found.extend(_in_key("vectors", repr(key), values.detach(), current[-1], key, shared_key(model)))
         elif isinstance(output, Tensor):
             found.extend(_in("forward", name, output.detach(), rows_of(output)))
             if output.requires_grad:

@@ -46,7 +46,7 @@ def _read(folder: Path, data: str | None, ks: Sequence[int] | None) -> RunConfig
         raise problem(
             "No run in this folder", got="no config.yaml", wanted="a folder that `distrag train` wrote", where=folder, todo="mend the path"
         )
-    config = read_config(["--config", str(path), *([f"--data.path={data}"] if data else [])])
+    config = read_config(["--config", str(path), *([f"--data.path={data}"] if data else [])], writes=False)
     config = pin_windows(pin_features(dataclasses.replace(config, debug=False), read_schema(folder)))
     if ks is None:
         return config

@@ -208,15 +208,15 @@ class Fit:
 
     def _log(self, batch: RaggedBatch, result: StepResult, clock: Clock) -> None:
         # One small exchange: everybody's loss and norms, and the times of the steps since the line before.
-        device, squares = self.world.device, self.stepper.squares().to(self.world.device)
-        own = torch.cat([result.loss_sum.double().view(1), squares, self.stepper.watch.take().to(device).view(-1)])
+        device, numbers = self.world.device, self.stepper.numbers()
+        own = torch.cat([result.loss_sum.double().view(1), torch.cat([numbers, self.stepper.watch.take().view(-1)]).to(device)])
         everyone = torch.stack(self.world.all_gather(own))
         loss = float(everyone[:, 0].sum()) / max(batch.global_count, 1e-12)
         if not result.skipped:
             self.losses.append(loss)
         if self.world.rank == 0:
-            norms = self.stepper.norms(everyone[:, 1 : 1 + len(squares)].sum(0))
-            times = RankTimes.of(everyone[:, 1 + len(squares) :].view(self.world.size, -1, 3))
+            norms = self.stepper.tell(everyone[:, 1 : 1 + len(numbers)])
+            times = RankTimes.of(everyone[:, 1 + len(numbers) :].view(self.world.size, -1, 3))
             self._write(batch, loss, result.grad_norm, norms, clock, times)
         clock.restart()
 
@@ -336,6 +336,7 @@ class Fit:
             told = f"checkpoints/{self.kept} is not the whole state of step {self.best_step} any more; the next evaluation chooses anew"
             self.writer.say(told)
             self.best, self.best_step, self.best_epochs, self.best_valid = None, 0, 0.0, {}
+            self.evaluated_at = -1  # at the latest the last step is evaluated, and chosen
 
     def _move(self, state: Mapping[str, Any]) -> None:
         """Moves the sampler to where the run was cut, and the end of the run to where it now is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from distrag.batch import RaggedBatch
 from distrag.parallel import Parallel
-from distrag.world import World
+from distrag.training.step import shared_key
 
 WINDOW = 64
 """Steps that the usual size of the gradient is the median of."""
@@ -54,58 +55,51 @@ def watched_keys(parallel: Parallel) -> list[str]:
 
     Negatives that all ranks share are looked up by each of them: only the sum of their gradients would have one.
     """
-    plain = parallel.plain
-    shared = f"{plain.inputs.target}:negative" if plain.loss.negatives == "shared" else ""
-    return [key for key in plain.tables.sharded_keys if key != shared]
+    shared = shared_key(parallel.plain)
+    return [key for key in parallel.plain.tables.sharded_keys if key != shared]
 
 
 def vector_squares(parallel: Parallel) -> torch.Tensor:
     """Returns the squared norm of this rank's gradients of the vectors of each watched key, in their order, float64 `[keys]`."""
     held = parallel.plain.tables.boundary.now.held
-    leaves = [held[key][1] for key in watched_keys(parallel)]
-    squares = [torch.zeros_like(leaf[0, :0]).double().sum() if leaf.grad is None else leaf.grad.double().square().sum() for leaf in leaves]
+    squares = [held[key][1].grad.double().square().sum() for key in watched_keys(parallel)]  # type: ignore[union-attr]
     return torch.stack(squares) if squares else torch.zeros(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class _Outlier:
-    """The sample with the largest gradient on one rank, and what of the gradient belongs to no target."""
+class Explosion:
+    """What one rank knows of a gradient that has exploded: numbers, so that the next line of metrics brings them together.
 
-    squares: float
-    largest: float
-    sample: int
-    length: int
-    weightless: int  # a sample of weight 0 whose vectors have a gradient, or -1
+    Attributes:
+        times: how many times its usual size it is; 0 for none.
+        step: global step of the epoch.
+        squares: squared norm of this rank's gradients of looked-up vectors.
+        largest: that of the sample with the largest one.
+        sample: number of that sample.
+        length: its events.
+        longest: events of the longest history of the step.
+        weightless: a sample of weight 0 whose vectors have a gradient, or -1.
+    """
+
+    times: float = 0.0
+    step: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
+    sample: float = -1.0
+    length: float = 0.0
+    longest: float = 0.0
+    weightless: float = -1.0
 
 
-def explain_explosion(parallel: Parallel, batch: RaggedBatch, world: World, times: float, longest: int) -> str:
-    """Returns a warning with the likely cause of an exploded gradient. A collective: the gradients of the vectors are at hand.
+def find_outlier(parallel: Parallel, batch: RaggedBatch, times: float, longest: int) -> Explosion:
+    """Returns what this rank knows of an exploded gradient, while the gradients of its vectors are held.
 
     Args:
         parallel: the sharded model.
         batch: this rank's share of the step.
-        world: the ranks.
         times: how many times its usual size the gradient is.
-        longest: longest history of the step.
+        longest: longest history of the step, over all ranks.
     """
-    everyone: list[_Outlier] = world.all_gather_object(_find_outlier(parallel, batch))
-    what = f"the gradient is {times:.0f} times its usual size"
-    leak = next((found.weightless for found in everyone if found.weightless >= 0), -1)
-    if leak >= 0:
-        return f"{what}: sample {leak} weighs nothing and has a gradient; look for a position that encoder or loss forget to mask"
-    total, top = sum(found.squares for found in everyone), max(everyone, key=lambda found: found.largest)
-    if total > 0 and top.largest > 0.5 * total:
-        share = top.largest / total
-        of = f"{top.length} events, the longest of the step" if top.length == longest else f"{top.length} events"
-        return (
-            f"{what}, and sample {top.sample} ({of}) has {share:.0%} of it; lower data.max_len, set optim.clip_norm, or look at its values"
-        )
-    return (
-        f"{what}, in many samples alike: the learning rate is probably too high; lower optim.lr, add optim.warmup_steps or optim.clip_norm"
-    )
-
-
-def _find_outlier(parallel: Parallel, batch: RaggedBatch) -> _Outlier:
     by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=batch.samples.device)
     inputs: Any = parallel.plain.inputs
     for key, (_, leaf) in parallel.plain.tables.boundary.now.held.items():
@@ -114,6 +108,29 @@ def _find_outlier(parallel: Parallel, batch: RaggedBatch) -> _Outlier:
             by_sample.index_add_(0, rows, leaf.grad.double().square().sum(1))
     top = int(by_sample.argmax())
     leaks = ((batch.weights == 0) & (by_sample > 0)).nonzero()[:, 0]
-    sample = int(batch.samples[top])
     weightless = int(batch.samples[leaks[0]]) if len(leaks) else -1
-    return _Outlier(float(by_sample.sum()), float(by_sample[top]), sample, int(batch.lengths[top]), weightless)
+    sample, length = int(batch.samples[top]), int(batch.lengths[top])
+    return Explosion(times, batch.step, float(by_sample.sum()), float(by_sample[top]), sample, length, longest, weightless)
+
+
+def explain_explosion(ranks: Sequence[Explosion]) -> str:
+    """Returns a warning with the likely cause of an exploded gradient; '' where no rank has seen one.
+
+    Args:
+        ranks: what each rank knows.
+    """
+    worst = max(ranks, key=lambda found: found.times)
+    if worst.times <= 0:
+        return ""
+    what = f"step {worst.step:.0f}: the gradient is {worst.times:.0f} times its usual size"
+    leak = next((found.weightless for found in ranks if found.weightless >= 0), -1)
+    if leak >= 0:
+        return f"{what}: sample {leak:.0f} weighs nothing and has a gradient; look for a position that encoder or loss forget to mask"
+    total, top = sum(found.squares for found in ranks), max(ranks, key=lambda found: found.largest)
+    if total > 0 and top.largest > 0.5 * total:
+        of = f"{top.length:.0f} events{', the longest of the step' if top.length == top.longest else ''}"
+        remedy = "lower data.max_len, set optim.clip_norm, or look at its values"
+        return f"{what}, and sample {top.sample:.0f} ({of}) has {top.largest / total:.0%} of it; {remedy}"
+    return (
+        f"{what}, in many samples alike: the learning rate is probably too high; lower optim.lr, add optim.warmup_steps or optim.clip_norm"
+    )

@@ -231,15 +231,16 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None, *, again: bool =
     check_run_dir(folder)
     _check_free(folder)
     notes = []
-    if state is None and not again and (folder / "metrics.jsonl").exists():
+    if state is None and not again and ((folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir()):
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         moved = folder.rename(folder.with_name(f"{folder.name}.{number}"))
         notes.append(f"an earlier run was moved to {folder}.{number}")
     folder.mkdir(parents=True, exist_ok=True)
     if notes:
         keep_cost(moved, folder)
-    held = (folder / _LOCK).open("w")
-    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    held = (folder / _LOCK).open("a")  # to empty it before it is ours would take the holder's names away
+    _lock(held, folder)
+    held.truncate(0)
     held.write("".join(f"{name}\n" for name in sorted(job.world.launch.names)))
     held.flush()
     shutil.rmtree(folder / "errors", ignore_errors=True)
@@ -269,13 +270,17 @@ def _check_free(folder: Path) -> None:
     if not (folder / _LOCK).exists():
         return
     with (folder / _LOCK).open("r+") as other:
-        try:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            todo = "wait for it, or set another --train.run_dir"
-            raise problem(
-                "Another run is at work in this folder", got="its lock is held", wanted="a free folder", where=folder, todo=todo
-            ) from None
+        _lock(other, folder)
+
+
+def _lock(file: TextIO, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        todo = "wait for it, or set another --train.run_dir"
+        raise problem(
+            "Another run is at work in this folder", got="its lock is held", wanted="a free folder", where=folder, todo=todo
+        ) from None
 
 
 def _describe(fit: Fit, notes: Sequence[str]) -> None:

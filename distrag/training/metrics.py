@@ -61,7 +61,7 @@ class MetricsWriter:
         """Appends one line, and one TensorBoard scalar per number.
 
         Args:
-            kind: `train`, `valid`, `refit`, `resume`, `stop` or `test`.
+            kind: `train`, `valid`, `refit`, `resume`, `stop`, `skipped` or `test`.
             step: global steps done.
             values: names and JSON-able values; NaN is written as null.
         """

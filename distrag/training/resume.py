@@ -59,6 +59,9 @@ _SHAPE: dict[str, Any] = {
     **dict.fromkeys(("settings", "sampler", "best_valid", "tables", "lines", "guard"), dict),
     **dict.fromkeys(("limits", "world"), list),
     "evaluated_at": int,
+    "best_epochs": (int, float),
+    "best": (int, float, type(None)),
+    "before": (dict, type(None)),
     "seconds": (int, float),
 }
 
@@ -144,6 +147,7 @@ def _check_shape(state: Any, where: Path) -> None:
         raise problem("A checkpoint of another format", got=state.get("format"), wanted=FORMAT, where=where, todo=todo)
     wrong = [key for key, kinds in _SHAPE.items() if not isinstance(state, Mapping) or not isinstance(state.get(key), kinds)]
     wrong += [key for key in _COUNTS if key not in wrong and (isinstance(state[key], bool) or state[key] < 0)]
+    wrong += ["before"] if not wrong and state["phase"] == "refit" and not state["before"] else []
     if wrong:
         todo = "put the file back as it was, or start anew with another --train.run_dir"
         raise problem(

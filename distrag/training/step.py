@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer
 
 from distrag.batch import RaggedBatch
-from distrag.embedding.boundary import BAD, SQUARES, STOP, never
+from distrag.embedding.boundary import BAD, SQUARES, STOP, Boundary, never
+from distrag.model import SequenceModel
 from distrag.parallel import Parallel
 from distrag.problem import problem
 from distrag.training.guard import Guard
@@ -27,8 +28,9 @@ class StepResult:
     Attributes:
         loss_sum: this rank's loss sum, float32 `[]`.
         count: what the loss counted on this rank, float32 `[]`.
-        grad_norm: global norm of the dense gradient before clipping, the same on all ranks; 0 where it was not asked for.
-        vector_norm: norm of the gradients of all looked-up vectors of sharded tables, over all ranks; 0 without a guard.
+        grad_norm: global norm of the dense gradient before clipping, the same on all ranks; 0 without a guard.
+        vector_norm: norm of the gradients of all looked-up vectors of sharded tables, over all ranks; negatives that a step shares count
+            once for each rank and part. 0 without a guard.
         skipped: a number was not finite on some rank: nothing was updated, on any.
         stop: some rank was asked to stop.
     """
@@ -48,7 +50,6 @@ def train_step(
     world: World,
     *,
     clip_norm: float = 0.0,
-    want_norm: bool = False,
     watch: StepWatch | None = None,
     guard: Guard | None = None,
     stop: Callable[[], bool] = never,
@@ -58,12 +59,9 @@ def train_step(
 ) -> StepResult:
     """Runs forward, backward and update for this rank's share of one global step.
 
-    The loss sum is divided once by the global count and multiplied once by the world size, because DDP and TorchRec both average
-    over ranks. The global count comes with the batch, from the plan: no collective is spent on it. Rates must be set before: the
-    fused tables read them in `zero_grad`.
-
-    With a guard the backward stops in front of the sharded tables, until every rank knows whether any of them found a number that is not
-    finite; then all update, or none. That knowledge travels with the gradients of the dense part.
+    The loss sum is divided once by the global count, which comes with the batch from the plan, and multiplied once by the world size:
+    DDP and TorchRec both average over ranks. Rates must be set before: fused tables read them in `zero_grad`. With a guard the backward
+    stops in front of the sharded tables until every rank knows whether any found a bad number; then all update, or none.
 
     Args:
         parallel: the sharded model.
@@ -71,29 +69,23 @@ def train_step(
         batch: this rank's share, on the device.
         world: the ranks.
         clip_norm: largest norm of the dense gradient; 0 does not clip. Gradients of sharded tables are not clipped.
-        want_norm: compute the norm even when neither clipping nor a guard asks for it.
         watch: times the parts of the step, its `begin` already called.
         guard: scales the loss, and lets only finite steps through; None updates whatever comes.
         stop: tells whether this rank was asked to stop; asked in the backward.
         following: the batch of the next step; its ids are exchanged while this one computes.
         micro_batches: parts that encoder, head and loss see one after the other; lookups and update are of the whole share.
-        inspect: called with the norms of the dense part and of the vectors, once the gradients of an admitted step are there and before
-            they are clipped and used; those of the vectors are still multiplied by scale and world size.
+        inspect: called with the norms of dense part and vectors before gradients are clipped and used; those of the vectors are still
+            multiplied by scale and world size.
     """
-    boundary = parallel.plain.tables.boundary
-    boundary.now.holds, boundary.now.stop = guard is not None, stop
+    boundary = _begin(parallel, optimizer, guard, stop)
     scale = guard.scale if guard is not None else 1.0
-    optimizer.zero_grad()
-    boundary.flags.grad = None
-    if guard is not None:
-        parallel.set_updates(guard.num_updates)
     factor = scale * world.size / (batch.global_count if batch.global_count > 0 else 1.0)
     loss_sum, count = run_parts(parallel, batch, factor, following, micro_batches)
     gradients = [p.grad for p in parallel.dense.values() if p.grad is not None]
     norm = torch.zeros(())
-    if guard is not None or clip_norm > 0 or want_norm:
+    if guard is not None or clip_norm > 0:
         norm = total_norm(gradients)
-    bad, stopped, squares, dense = _read(boundary.flags, norm) if guard is not None or want_norm else (0.0, 0.0, 0.0, 0.0)
+    bad, stopped, squares, dense = _read(boundary.flags, norm) if guard is not None else (0.0, 0.0, 0.0, 0.0)
     if guard is not None and not guard.admit(finite=bad == 0 and math.isfinite(dense)):
         boundary.drop()
         return StepResult(loss_sum, count, dense / scale, skipped=True, stop=stopped > 0)
@@ -110,6 +102,16 @@ def train_step(
         torch.nn.utils.clip_grads_with_norm_(list(parallel.dense.values()), clip_norm, norm / scale)
     optimizer.step()
     return StepResult(loss_sum, count, dense / scale, vector_norm, stop=stopped > 0)
+
+
+def _begin(parallel: Parallel, optimizer: CombinedOptimizer, guard: Guard | None, stop: Callable[[], bool]) -> Boundary:
+    boundary = parallel.plain.tables.boundary
+    boundary.now.holds, boundary.now.stop = guard is not None, stop
+    optimizer.zero_grad()
+    boundary.flags.grad = None
+    if guard is not None:
+        parallel.set_updates(guard.num_updates)
+    return boundary
 
 
 def run_parts(
@@ -138,7 +140,8 @@ def run_parts(
                 tables.begin(following.ids)
             (loss * factor).backward()
         total, counts = total + loss.detach(), counts + count.detach()
-    tables.go_on()
+    if following is not None:
+        tables.go_on()
     return total, counts
 
 
@@ -160,8 +163,12 @@ def cut_batch(parallel: Parallel, batch: RaggedBatch, num_parts: int) -> list[tu
     shares = torch.arange(1, num_parts, device=ends.device) * ends[-1] / num_parts
     bounds = [0, *torch.searchsorted(ends, shares).add(1).tolist(), batch.num_samples]
     bounds = sorted({min(bound, batch.num_samples) for bound in bounds})
-    shared = f"{parallel.plain.inputs.target}:negative" if parallel.plain.loss.negatives == "shared" else ""
-    return [(part.batch, part.where) for part in batch.cut(bounds, shared)]
+    return [(part.batch, part.where) for part in batch.cut(bounds, shared_key(parallel.plain))]
+
+
+def shared_key(model: SequenceModel) -> str:
+    """Returns the key of the negatives that a step shares, and every rank looks up; '' where there are none."""
+    return f"{model.inputs.target}:negative" if model.loss.negatives == "shared" else ""
 
 
 def _read(flags: Tensor, norm: Tensor) -> list[float]:

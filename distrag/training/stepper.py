@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from distrag.embedding.boundary import never
 from distrag.problem import problem
 from distrag.training.build import Job
 from distrag.training.diagnose import FOLDER, MOST_REPORTS, Report, report_bad_step
-from distrag.training.gradients import GradientWatch, dense_norms, explain_explosion, vector_squares, watched_keys
+from distrag.training.gradients import Explosion, GradientWatch, dense_norms, explain_explosion, find_outlier, vector_squares, watched_keys
 from distrag.training.guard import Guard
 from distrag.training.metrics import MetricsWriter
 from distrag.training.optim import Schedule
@@ -35,7 +36,6 @@ class Stepper:
     Attributes:
         guard: loss scale and count of skipped steps; a checkpoint holds it.
         factor: share of the full rates that the last step used.
-        norms: norm of the gradient of each room in the last logged step, this rank's squares for the keys of sharded tables.
     """
 
     def __init__(self, job: Job, optimizer: CombinedOptimizer, schedule: Schedule, writer: MetricsWriter, run_dir: Path) -> None:
@@ -46,7 +46,8 @@ class Stepper:
         self.factor = 1.0
         self._gradients = GradientWatch()
         self._rooms: dict[str, float] = {}
-        self._squares = torch.zeros(0, dtype=torch.float64)
+        self._squares = torch.zeros(len(watched_keys(job.parallel)), dtype=torch.float64)
+        self._explosion = Explosion()
 
     def run(
         self,
@@ -100,27 +101,32 @@ class Stepper:
             self._skip(batch, step, scale)
         return result
 
-    def norms(self, squares: torch.Tensor) -> dict[str, float]:
-        """Returns the norm of the gradient of each room of the last logged step.
+    def numbers(self) -> torch.Tensor:
+        """Returns what this rank adds to a line of metrics, float64: squared norms of the watched keys, an explosion since the last."""
+        explosion, self._explosion = self._explosion, Explosion()
+        return torch.cat([self._squares.cpu(), torch.tensor(astuple(explosion), dtype=torch.float64)])
+
+    def tell(self, numbers: torch.Tensor) -> dict[str, float]:
+        """Returns the norm of the gradient of each room of the last logged step; warns of an explosion.
 
         Args:
-            squares: `squares()` of all ranks, summed.
+            numbers: `numbers()` of each rank, `[W, ...]`.
         """
         keys = watched_keys(self.job.parallel)
-        return {**self._rooms, **{f"vectors {key}": float(square) ** 0.5 for key, square in zip(keys, squares.tolist(), strict=True)}}
-
-    def squares(self) -> torch.Tensor:
-        """Returns this rank's squared norm of the gradients of the vectors of each watched key, in the last logged step, float64."""
-        return self._squares
+        told = explain_explosion([Explosion(*row) for row in numbers[:, len(keys) :].tolist()])
+        if told:
+            self.writer.say(told)
+        squares = numbers[:, : len(keys)].sum(0).tolist()
+        return {**self._rooms, **{f"vectors {key}": float(square) ** 0.5 for key, square in zip(keys, squares, strict=True)}}
 
     def _inspect(self, batch: RaggedBatch, dense: float, vectors: float, scale: float, longest: int, *, logs: bool) -> None:
         if logs:
             self._rooms = dense_norms(self.job.parallel)
             self._squares = vector_squares(self.job.parallel) / (scale * self.job.world.size) ** 2
+        # Each rank decides for itself, from a norm that may differ in its last bit: what it found travels with the next line of metrics.
         times = self._gradients.note((dense**2 + vectors**2) ** 0.5)
         if times:
-            told = explain_explosion(self.job.parallel, batch, self.job.world, times, longest)
-            self.writer.say(f"epoch {batch.epoch}, step {batch.step}: {told}")
+            self._explosion = find_outlier(self.job.parallel, batch, times, longest)
 
     def _skip(self, batch: RaggedBatch, step: int, scale: float) -> None:
         guard, world, config = self.guard, self.job.world, self.job.config

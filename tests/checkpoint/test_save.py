@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from distrag.checkpoint import Checkpoints, find_newest, has_checkpoint, load_checkpoint, newest_checkpoint, read_extra, save_checkpoint
+from distrag.checkpoint import save as saving
 from distrag.training.step import train_step
 from tests.checkpoint.jobs import build, die_at, fill, hold_back, is_killed, loaded, slow_down
 from tests.ranks import run_ranks
@@ -213,6 +214,21 @@ def test_steps_go_on_beside_a_save_that_is_slow_on_one_rank(store: Path, tmp_pat
 
     run_ranks(go, 2, timeout_s=60)
     assert names(folder) == ["step-2"]
+
+
+def test_without_memory_for_a_copy_a_save_is_written_in_the_way_and_all_ranks_know(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_ROOM", 1e-9)
+
+    def go() -> bool:
+        job, optimizer = build(store, tmp_path)
+        checkpoints = Checkpoints(tmp_path / "checkpoints", job.world, background=True)
+        checkpoints.save("step-1", job.parallel, optimizer, {"phase": "train", "step": 1})
+        return has_checkpoint(tmp_path / "checkpoints" / "step-1") and not checkpoints.background
+
+    assert run_ranks(go, 2) == [True, True]
+    assert capfd.readouterr().out.count("written in the way of training") == 1
 
 
 def test_ranks_wait_together_for_a_save_in_their_way_that_is_slow_on_one(store: Path, tmp_path: Path) -> None:

@@ -106,3 +106,67 @@ def test_events_within_one_second_keep_the_order_of_their_fractions(tmp_path: Pa
     raw = store.vocabulary("sku").to_pylist()
     assert [raw[row - 1] for row in store.position("sku")] == [11, 12, 10]
     assert len(set(store.position("ts").tolist())) == 1
+
+
+def test_a_number_with_a_zero_in_front_is_a_name(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("user_id,item_id,price,day\n001,7,0.5,01/02/2003\n1,007,1.5,01/02/2003\n1,7,05,\n")
+    store = prepared(tmp_path / "e.csv", tmp_path / "out")
+    assert raw_items(store) == [["7"], ["007", "7"]]
+    assert store.num_samples == 2
+    (tmp_path / "f.csv").write_text("user_id,item_id,day\n3,7,01/02/2003\n1,10,0.5\n")
+    store = prepared(tmp_path / "f.csv", tmp_path / "other")  # no zero in front of a whole number: numbers as ever
+    assert raw_items(store) == [[10], [7]]
+    assert store.key is not None
+    assert store.key.tolist() == [1, 3]
+
+
+def test_items_are_ids_whatever_their_numbers_look_like(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("user_id,item_id\n1,5.0\n1,7\n")
+    assert raw_items(prepared(tmp_path / "e.csv", tmp_path / "out")) == [[5, 7]]
+    (tmp_path / "e.csv").write_text("user_id,item_id\n1,5.5\n1,7\n")
+    with pytest.raises(ValueError, match=r"Not whole numbers(.|\n)*e.csv(.|\n)*'item_id'"):
+        prepare(tmp_path / "e.csv", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        (["1600000000000"], "got:    1600000000000(.|\n)*unit: ms"),
+        (["1600000000000000"], "unit: us"),
+        (["1600000000000000000"], "unit: ns"),
+        (["5", "1600000000000.5"], "unit: ms"),
+        (["-1600000000000"], "unit: ms"),
+        (["9" * 30], "no time in its unit"),
+        (["1600000000", "soon", "1600000001"], r"A time that is none(.|\n)*'soon'(.|\n)*line 3, column 'timestamp', event 1"),
+        (["2024-01-31 12:00:00", "2024-01-31", "yesterday"], r"'yesterday'(.|\n)*line 4"),
+    ],
+)
+def test_times_that_are_none_are_refused_with_what_to_do(tmp_path: Path, times: list[str], told: str) -> None:
+    (tmp_path / "e.csv").write_text("user_id,item_id,timestamp\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times)))
+    with pytest.raises(ValueError, match=told):
+        prepare(tmp_path / "e.csv", tmp_path / "out")
+
+
+def test_milliseconds_are_taken_when_the_schema_says_so(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("user_id,item_id,timestamp\n1,5,1600000000000\n1,6,1500000000999\n")
+    (tmp_path / "s.yaml").write_text("history: {item_id: id, timestamp: {kind: time, unit: ms}}")
+    store = prepared(tmp_path / "e.csv", tmp_path / "out", schema=tmp_path / "s.yaml")
+    assert store.position("timestamp").tolist() == [1_500_000_000, 1_600_000_000]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"user_id,item_id,item_id\n1,2,3\n", "Two columns of one name(.|\n)*line 1"),
+        (b"user_id,item_id:a,item_id:b\n1,2,3\n", "Two columns of one name"),
+        (b"user_id,item_id\n\xe9,2\n1,3\n", "Not readable as CSV(.|\n)*no UTF-8(.|\n)*column 'user_id'"),
+        (b"user_id,item_id,a\0b\n1,2,3\n", "No name for a feature"),
+        (b"user_id,item_id,\n1,2,3\n", "No name for a feature"),
+        (b"user_id,item_id,item_id:gap\n1,2,3\n", "Two columns of one name"),
+    ],
+)
+def test_columns_that_cannot_be_told_apart_or_named_are_refused(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "e.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        prepare(tmp_path / "e.csv", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e.csv"]

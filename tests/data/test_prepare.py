@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrag.data.prepare import prepare
-from distrag.data.store import open_store
-from tests.data.rows import at_once, prepared, raw_items, written
+from tests.data.rows import prepared, raw_items, written
 
 
 def test_item_0_is_an_item_and_not_the_unknown_row(tmp_path: Path) -> None:
@@ -245,6 +244,21 @@ def test_a_schema_with_a_source_stands_for_the_data_set(tmp_path: Path) -> None:
 
 
 BAD_SCHEMAS = {
+    "history: {item_id: {kind: id}}\nhistory: [city]": "the key 'history' twice",
+    "history: {item_id: {table: {a: 1}}}": r"A value of another type(.|\n)*a text or null(.|\n)*history.item_id.table",
+    "history: [item_id, item_id]": "A feature is named twice",
+    "history: {item_id: {kind: id, num_buckets: true}}": "a whole number or null",
+    "history: {item_id: {kind: id, num_buckets: 10000000000000}}": "Not a number of buckets",
+    "history: {'item_id:gap': {kind: id, column: item_id}}": "No name for a feature or a table",
+    "history: {item_id: {kind: id, table: '%s'}}" % (300 * "y"): "No name for a feature or a table",
+    "label: [null]": "A value of another type",
+    "key: {a: 1}": "A value of another type",
+    "events: {header: item_id}": "a list of texts",
+    "tables: {item_id: {vocabulary: nowhere}}": r"A vocabulary cannot be read(.|\n)*no such file",
+    "tables: {item_id: {vocabulary: /dev/zero}}": "A vocabulary cannot be read",
+    "tables: {item_id: {vocabulary: ''}}": r"A vocabulary cannot be read(.|\n)*a folder",
+    "source: !!timestamp 3": "the tag",
+    "1: 2": "which is no text",
     "histori: []": "did you mean 'history'",
     "history: {item_id: {kin: id}}": "did you mean 'kind'",
     "history: {item_id: {kind: word}}": "A value of another type(.|\n)*number",
@@ -302,61 +316,6 @@ def test_files_that_are_no_parquet_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("user_id,item_id\n1,2\n")
     with pytest.raises(ValueError, match="Files of two kinds"):
         prepare([tmp_path / "a.parquet", tmp_path / "b.csv"], tmp_path / "out")
-
-
-def test_an_equal_store_is_kept_and_another_one_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path / "a.parquet", {"item_id": [[1]]})
-    prepare(file, tmp_path / "out")
-    before = (tmp_path / "out" / "samples.arrow").stat().st_ino
-    prepare(file, tmp_path / "out")
-    assert (tmp_path / "out" / "samples.arrow").stat().st_ino == before
-    written(file, {"item_id": [[2]]})
-    with pytest.raises(ValueError, match=r"taken(.|\n)*--overwrite"):
-        prepare(file, tmp_path / "out")
-    kept = open_store(tmp_path / "out")
-    assert raw_items(prepared(file, tmp_path / "out", overwrite=True)) == [[2]]
-    assert kept.position("item_id").tolist() == [1]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parquet", "out"]
-
-
-def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match="no prepared store"):
-            prepare(pa.table({"item_id": [[1]]}), tmp_path / "out", overwrite=overwrite)
-    assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
-
-
-def test_an_empty_folder_may_be_there_already(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    assert raw_items(prepared(pa.table({"item_id": [[1]]}), tmp_path / "out")) == [[1]]
-
-
-def test_a_broken_store_of_the_same_source_is_told_and_can_be_replaced(tmp_path: Path) -> None:
-    source = pa.table({"item_id": [[1]]})
-    prepare(source, tmp_path / "out")
-    (tmp_path / "out" / "samples.arrow").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"truncated(.|\n)*--overwrite"):
-        prepare(source, tmp_path / "out")
-    assert raw_items(prepared(source, tmp_path / "out", overwrite=True)) == [[1]]
-
-
-_PREPARE = """
-import sys
-from distrag.data.prepare import prepare
-print("ready", flush=True)
-sys.stdin.readline()
-print(prepare(sys.argv[1], sys.argv[2], overwrite=sys.argv[3] == "True").content_hash)
-"""
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_two_processes_may_prepare_one_folder_at_once(tmp_path: Path, overwrite: bool) -> None:
-    file = written(tmp_path / "a.parquet", {"item_id": [[i, i + 1] for i in range(5000)]})
-    hashes = at_once(_PREPARE, file, tmp_path / "out", overwrite)
-    assert set(hashes) == {open_store(tmp_path / "out", verify=True).content_hash}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parquet", "out"]
 
 
 EVENTS = st.tuples(st.none() | st.integers(-2, 300), st.none() | st.floats(-1e6, 1e6, width=32), st.integers(0, 3))

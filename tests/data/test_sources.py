@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,55 @@ def test_ml_100k_that_is_not_there_says_so(tmp_path: Path) -> None:
         prepare("ml-100k", tmp_path / "out", ml_100k=MovieLensConfig(path=str(tmp_path)))
 
 
+def archive_of(folder: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return folder / "a.zip"
+
+
+def spoilt(path: Path, mark: bytes, offset: int, value: bytes) -> None:
+    raw = bytearray(path.read_bytes())
+    at = raw.index(mark) + offset
+    raw[at : at + len(value)] = value
+    path.write_bytes(raw)
+
+
+def test_archives_that_lie_are_refused_by_name_and_write_nothing(tmp_path: Path) -> None:
+    def refused(place: Path, told: str) -> None:
+        with pytest.raises(ValueError, match=told) as caught:
+            prepare("ml-100k", tmp_path / "out", ml_100k=MovieLensConfig(path=str(place)))
+        assert str(place) in str(caught.value)
+
+    refused(archive_of(tmp_path, {"../../u.data": b"x", "/etc/u.user": b"x"}), "Not the known file")
+    refused(archive_of(tmp_path, {"u.data": bytes(40 << 20)}), "Not the known file")  # read up to a limit, however much it says to be
+    for mark, offset, value in (
+        (b"PK\x01\x02", 8, b"\x01"),
+        (b"PK\x03\x04", 36, b"\xff" * 4),
+        (b"PK\x01\x02", 10, b"\x63"),
+        (b"PK\x05\x06", 0, b"x"),
+    ):
+        path = archive_of(tmp_path, {"u.data": b"1\t2\t3\t4\n" * 50})
+        spoilt(path, mark, offset, value)
+        refused(path, "The archive cannot be read|Not the known file")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.zip"]
+
+
+@pytest.mark.parametrize("what", ["pipe", "zeros", "folder", "gone"])
+def test_what_is_no_file_in_the_folder_of_ml_100k_is_passed_over(tmp_path: Path, what: str) -> None:
+    place = tmp_path / "x"
+    place.mkdir()
+    if what == "pipe":
+        os.mkfifo(place / "u.data")
+    elif what == "folder":
+        (place / "u.data").mkdir()
+    else:
+        (place / "u.data").symlink_to("/dev/zero" if what == "zeros" else "nowhere")
+    for path in (place, place / "u.data"):
+        with pytest.raises(ValueError, match="No ml-100k here"):
+            prepare("ml-100k", tmp_path / "out", ml_100k=MovieLensConfig(path=str(path)))
+
+
 def test_ml_100k_as_parquet_has_the_same_features(shared_data: Path, tmp_path: Path) -> None:
     schema = prepare("ml-100k", tmp_path / "out", ml_100k=MovieLensConfig(path=str(shared_data / "ml-100k.parquet")))
     assert [f.name for f in schema.history] == ["item_id", "rating", "timestamp"]
@@ -139,7 +189,17 @@ def test_synthetic_labels_depend_on_history_and_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_samples": 0}, {"num_items": 3}, {"share_empty": 2}, {"mean_len": 0}, {"sigma": -1}, {"max_len": 0}]
+    "wrong",
+    [
+        {"seed": -1},
+        {"num_items": 2**40},
+        {"num_samples": 0},
+        {"num_items": 3},
+        {"share_empty": 2},
+        {"mean_len": 0},
+        {"sigma": -1},
+        {"max_len": 0},
+    ],
 )
 def test_synthetic_data_of_no_shape_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"where:  synthetic.{next(iter(wrong))}"):

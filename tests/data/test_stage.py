@@ -248,10 +248,10 @@ def test_hashes_that_are_none_cannot_lead_out_of_the_cache(store: Store, tmp_pat
 def test_block_sums_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     right = {"block_bytes": 4, "sizes": {SAMPLES: 9}, "sha256": ["a", "b", "c"]}
     assert len(parse_blocks(json.dumps(right).encode(), [SAMPLES], "here")) == 3
-    with pytest.raises(ValueError, match="Not the block sums of this store"):
+    with pytest.raises(ValueError, match="block sums of"):
         parse_blocks(json.dumps({**right, **change}).encode(), [SAMPLES], "here")
     for text in (b"", b"[]", b"{"):
-        with pytest.raises(ValueError, match="Not the block sums of this store"):
+        with pytest.raises(ValueError, match="block sums of"):
             parse_blocks(text, [SAMPLES], "here")
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -32,7 +33,7 @@ class Ranges(http.server.BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
-        path = self.folder / self.path.lstrip("/").replace("%25", "%")
+        path = self.folder / unquote(self.path.lstrip("/"))
         if not path.is_file():
             self.send_error(404)
             return
@@ -71,3 +72,8 @@ def test_a_web_server_is_read_by_ranges(server: http.server.ThreadingHTTPServer,
     server.RequestHandlerClass.answers_ranges = False  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"(?s)Ranges of bytes are not answered.*wanted: \d+ bytes"):
         open_store(url, cache=tmp_path / "other")
+
+
+def test_names_are_quoted_once_behind_a_cache_as_well(server: http.server.ThreadingHTTPServer, store: Store, tmp_path: Path) -> None:
+    url = f"simplecache::http://127.0.0.1:{server.server_port}"
+    same_rows(open_store(url, cache=tmp_path / "cache", verify=True), store, 0, NUM_ROWS)

@@ -91,7 +91,7 @@ def test_the_expected_cost_is_that_of_the_discrete_law_and_tau_inverts_it(some: 
     assert expected_cost(counts, cost, tau) == pytest.approx(enumerated(counts, cost, tau), rel=1e-9, abs=1e-9)
     full, least = expected_cost(counts, cost, math.inf), least_share(counts, cost)
     if full and share < least * (1 - 1e-9):
-        with pytest.raises(ValueError, match="so low a mean cost|No history can be cut"):
+        with pytest.raises(ValueError, match=r"so low a mean cost|No history can be cut"):
             solve_tau(counts, cost, share)
     else:
         share = max(share, least)
@@ -112,7 +112,7 @@ def test_histories_of_no_and_of_one_event_are_left_alone() -> None:
     for epoch in range(5):
         assert view.at_epoch(epoch).lengths.tolist() == [0, 1, 0, 1, 1]
     for lengths in ([1, 1, 0], [1]):
-        with pytest.raises(ValueError, match="No history can be cut(.|\n)*truncate=newest"):
+        with pytest.raises(ValueError, match=r"No history can be cut(.|\n)*truncate=newest"):
             find_tau(whole(np.array(lengths)), 30, (1, 1, 0), 0.5)
     for lengths in ([0, 0], []):
         nothing = whole(np.array(lengths, np.int64))

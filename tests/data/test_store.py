@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from distrag.data.content import SAMPLES, arrow_schema
+from distrag.data.checks import check_values
+from distrag.data.content import SAMPLES, arrow_schema, content_hash
+from distrag.data.schema import save_schema
 from distrag.data.store import Store, open_store
 from distrag.data.write import write_store
 
@@ -223,3 +226,130 @@ def test_a_table_name_may_hold_any_character(tmp_path: Path) -> None:
 def test_rows_without_any_position_are_a_store(tmp_path: Path) -> None:
     store = write_store(tmp_path / "s", history={"item_id": np.zeros(0, np.int64)}, offsets=[0, 0, 0])
     assert open_store(store.path, verify=True).lengths.tolist() == [0, 0]
+
+
+def edit(store: Store, old: str, new: str) -> None:
+    path = store.path / "schema.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("std: 1.0", "std: 2.0"),
+        ("mean: 0.0", "mean: 0.5"),
+        ("num_rows: 4", "num_rows: 5"),
+        ("gap: bucket", "gap: log"),
+        ("key: key", "key: user"),
+        ("num_unknown: 0", "num_unknown: 1"),
+        ("label: label", "label: null"),
+        ("data_hash: ", "data_hash: 0"),
+        ("content_hash: ", "content_hash: 0"),
+        ("format_version: 2", "format_version: 1"),
+    ],
+)
+def test_a_schema_that_was_changed_is_refused_at_every_opening(tmp_path: Path, old: str, new: str) -> None:
+    store = small(tmp_path / "s")
+    edit(store, old, new)
+    with pytest.raises(ValueError, match=r"The schema is not as it was written(.|\n)*where: .*schema.yaml"):
+        open_store(store.path)
+    with pytest.raises(ValueError, match="The schema is not as it was written"):
+        open_store(f"file://{store.path}", cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("num_rows: 4", "num_rows: four", "tables, num_rows"),
+        ("num_rows: 4", "num_rows: true", "a whole number"),
+        ("kind: number", "kind: word", "one of id, number, time"),
+        ("mean: 0.0", "mean: []", "a number"),
+        ("- name: item_id", "- name: [x]", "a text"),
+        ("  dtype: uint8\n", "", "no dtype"),
+        ("num_samples: 3", "num_samples: 3\nnum_samples: 4", "the key 'num_samples' twice"),
+        ("history:\n", "history: 3\nmore:\n", "a list"),
+    ],
+)
+def test_fields_of_a_schema_have_their_types(tmp_path: Path, old: str, new: str, told: str) -> None:
+    store = small(tmp_path / "s")
+    edit(store, old, new)
+    with pytest.raises(ValueError, match="schema") as caught:
+        open_store(store.path)
+    assert told in str(caught.value)
+
+
+def test_a_store_of_the_version_before_schemas_were_sealed_still_opens_and_verifies(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    old = replace(store.schema, format_version=1, data_hash="")
+    vocabularies = {t.name: store.vocabulary(t.name) for t in store.schema.tables if t.kind == "vocabulary"}
+    save_schema(replace(old, content_hash=content_hash(old, store.offsets, store.columns, vocabularies)), store.path / "schema.yaml")
+    assert open_store(store.path, verify=True).num_samples == 3
+    edit(store, "std: 1.0", "std: 2.0")
+    assert open_store(store.path).num_samples == 3
+    with pytest.raises(ValueError, match="The content is not what was prepared"):
+        open_store(store.path, verify=True)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "..", ".", "a/b", "%2e%2e%2f", "CON", "a.b"])
+def test_names_of_tables_never_lead_out_of_the_store(tmp_path: Path, name: str) -> None:
+    (tmp_path / "inner").mkdir()
+    store = write_store(tmp_path / "inner" / "s", history={name: [1, 2]}, offsets=[0, 2])
+    assert open_store(store.path, verify=True).vocabulary(name).to_pylist() == [1, 2]
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert [file.rsplit("/", 1)[0] for file in files] == ["inner/s"] * 3 + ["inner/s/vocab"] or len(files) == 4
+    assert all(file.startswith("inner/s/") for file in files)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\0b", "a\nb", "y" * 300, "é" * 100, "item_id:next", "x:gap", "x:negative", "\ud800"])
+def test_what_no_name_can_be_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="No name for a feature or a table"):
+        write_store(tmp_path / "s", history={name: [1, 2]}, offsets=[0, 2])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vocabulary_of_another_make_is_refused(tmp_path: Path) -> None:
+    store = small(tmp_path / "s")
+    path = store.path / "vocab" / "item_id.arrow"
+    for values, names, told in [
+        ([pa.array([1.5, 2.5, 3.5])], ["value"], "double"),
+        ([pa.array([1, None, 3])], ["value"], "null"),
+        ([pa.array([1, 2, 3]), pa.array([1, 2, 3])], ["value", "more"], "more"),
+        ([pa.array(["a", "b", "c"])], ["value"], "values of string"),
+    ]:
+        path.unlink()
+        batch = pa.record_batch(values, names=names)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        with pytest.raises(ValueError, match="A vocabulary is missing or does not fit its table") as caught:
+            open_store(store.path)
+        assert told in str(caught.value)
+
+
+def test_ranks_read_a_share_of_the_rows_each_and_together_all_of_them(tmp_path: Path) -> None:
+    rows = 11
+    store = write_store(tmp_path / "s", history={"a": np.ones(2 * rows), "b": np.ones(2 * rows, np.int64)}, offsets=np.arange(rows + 1) * 2)
+    for bad in range(rows):
+        columns = {name: values.copy() for name, values in store.columns.items()}
+        columns["history:a"][2 * bad + 1] = np.nan
+        found = []
+        for part in range(3):
+            try:
+                check_values(replace(store, columns=columns), part, 3)
+            except ValueError as error:
+                found.append(str(error))
+        assert len(found) == 1
+        assert f"feature 'a', sample {bad}, position 1" in found[0]
+    held = replace(store, columns=columns, held=np.array([[0, 4], [6, rows - 1]]))
+    check_values(held)  # what is not held is not looked at
+
+
+@pytest.mark.parametrize(
+    ("label", "weight", "told"), [([0, np.nan], [1, 1], "label"), ([0, 1], [1, -1], "0 or more"), ([0, 1], [np.inf, 1], "weight")]
+)
+def test_labels_and_weights_that_cannot_be_used_are_named(tmp_path: Path, label: list[float], weight: list[float], told: str) -> None:
+    store = write_store(tmp_path / "s", history={"a": [1, 2]}, offsets=[0, 1, 2], label=label, weight=weight)
+    with pytest.raises(ValueError, match="A number cannot be used") as caught:
+        check_values(store)
+    assert told in str(caught.value)

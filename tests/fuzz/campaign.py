@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,23 +33,18 @@ DRAWS: dict[str, tuple[Callable[[random.Random, Ground, Room], Case], int]] = {
 
 
 @dataclass
-class Finding:
-    """A case that ended as it may not."""
-
-    number: int
-    case: Case
-    outcome: str
-    why: str
-    ended: Ended
-
-
-@dataclass
 class Tally:
     """What a campaign came to."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    findings: list[Finding] = field(default_factory=list)
+    offenders: int = 0
     slowest: float = 0.0
+
+    def add(self, kind: str, outcome: str, why: str, seconds: float) -> None:
+        """Counts a case."""
+        self.counts[kind, outcome] += 1
+        self.offenders += bool(why)
+        self.slowest = max(self.slowest, seconds)
 
     def lines(self) -> list[str]:
         """Returns a table of kinds and outcomes."""
@@ -95,14 +90,6 @@ def run_case(
     if not why:
         shutil.rmtree(room.out.parent)
     return case, again if why and again is not None else ended, outcome, why
-
-
-def run_campaign(
-    numbers: Sequence[int], seed: int, ground: Ground, folder: Path, kind: str = ""
-) -> Iterator[tuple[int, Case, Ended, str, str]]:
-    """Yields every case as it ended."""
-    for number in numbers:
-        yield number, *run_case(number, seed, ground, folder, kind)
 
 
 ON_RANKS = ("config", "store", "run", "config")

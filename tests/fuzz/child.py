@@ -111,6 +111,7 @@ def call(words: Sequence[str]) -> int:
 
 def as_a_user_has_it(room: Room) -> None:
     """Python's own filters of warnings, limits that keep a runaway case from harming others, and temporary files in the room."""
+    warnings.showwarning = lambda message, category, file, line, *_: sys.stderr.write(warnings.formatwarning(message, category, file, line))
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)

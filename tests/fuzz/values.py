@@ -17,87 +17,44 @@ class Raw(str):
     """A piece of YAML that is written as it is."""
 
 
-ODD_YAML = [
-    *(
-        "null",
-        "~",
-        "",
-        "true",
-        "off",
-        "'true'",
-        "''",
-        "'  '",
-        "abc",
-        "'0'",
-        "'1e3'",
-        "-1",
-        "0",
-        "1",
-        "3",
-        "-0.0",
-        "1.5",
-        "2.0",
-        "1e3",
-        "1e308",
-        "1e999",
-    ),
-    *(
-        ".nan",
-        ".inf",
-        "-.inf",
-        "nan",
-        "inf",
-        "'nan'",
-        "0x1F",
-        "0o17",
-        "010",
-        "1_000",
-        "12:30:45",
-        "2020-01-01",
-        "2020-13-45",
-        "2001-12-14t21:59:43Z",
-    ),
-    *("[]", "{}", "[1, 2]", "[[1]]", "[null]", "{a: 1}", "{a: {b: 1}}", "{1: 2}", "[a, a]", "[x, 1]", "{? [1] : 2}", "{null: 1}"),
-    *(
-        "'\\u202e'",
-        '"\\0"',
-        '"\\x1b[31mred"',
-        '"\\u00e9"',
-        '"e\\u0301"',
-        '"\\ud83d\\ude00"',
-        '"\\ud800"',
-        '"a\\nb"',
-        '"\\t"',
-        "'" + 5000 * "y" + "'",
-    ),
-    *("!!binary aGVsbG8=", "!!set {a, b}", "!!omap [a: 1]", "!!float abc", "!!int x", "!!str 3", "!!null x", "!!timestamp 3", "!unknown 3"),
-    *("!!python/object/apply:os.system [echo]", "!!python/name:os.system", "!!python/tuple [1, 2]", "!!python/object/new:object []"),
-    *(
-        "*nowhere",
-        "&a [*a]",
-        "&b {c: *b}",
-        "<<",
-        "=",
-        "{<<: {a: 1}}",
-        "{<<: 3}",
-        "9" * 400,
-        "-" + "9" * 400,
-        str(2**31),
-        str(2**63),
-        str(2**64),
-        "1e-320",
-    ),
-    *(
-        "../../../../etc/passwd",
-        "/etc/passwd",
-        "/dev/null",
-        "~",
-        "$HOME",
-        "${oc.env:HOME}",
-        "{class_path: os.system}",
-        "{class_path: distrag.config.RunConfig}",
-    ),
+_PLAIN = each(
+    "null ~ true off 'true' '' abc '0' '1e3' -1 0 1 3 -0.0 1.5 2.0 1e3 1e308 1e999 1e-320 .nan .inf -.inf nan inf 'nan' 0x1F 0o17 010 "
+    "1_000 12:30:45 2020-01-01 2020-13-45 2001-12-14t21:59:43Z [] {} [1,2] [[1]] [null] [a,a] [x,1] << = *nowhere $HOME /etc/passwd "
+    "../../../../etc/passwd /dev/null ${oc.env:HOME} !!binary !!null"
+)
+_QUOTED = each(r"""'\u202e' "\0" "\x1b[31mred" "\u00e9" "e\u0301" "\ud83d\ude00" "\ud800" "a\nb" "\t" """)
+_SPACED = [
+    "",
+    "'  '",
+    "{a: 1}",
+    "{a: {b: 1}}",
+    "{1: 2}",
+    "{? [1] : 2}",
+    "{null: 1}",
+    "!!set {a, b}",
+    "!!omap [a: 1]",
+    "!!float abc",
+    "!!int x",
 ]
+_SPACED += [
+    "!!str 3",
+    "!!timestamp 3",
+    "!unknown 3",
+    "!!binary aGVsbG8=",
+    "!!python/object/apply:os.system [echo]",
+    "!!python/name:os.system",
+]
+_SPACED += [
+    "!!python/tuple [1, 2]",
+    "!!python/object/new:object []",
+    "&a [*a]",
+    "&b {c: *b}",
+    "{<<: {a: 1}}",
+    "{<<: 3}",
+    "{class_path: os.system}",
+]
+_SPACED += ["{class_path: distrag.config.RunConfig}", "'" + 5000 * "y" + "'"]
+ODD_YAML = [*_PLAIN, *_QUOTED, *_SPACED, "9" * 400, "-" + "9" * 400, str(2**31), str(2**63), str(2**64)]
 """Every kind of value that YAML has, at its edges."""
 
 

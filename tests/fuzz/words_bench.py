@@ -7,9 +7,7 @@ import random
 from tests.fuzz.case import Case, Ground, Room
 from tests.fuzz.values import each
 
-SMALL = each(
-    "--rounds=1 --seconds=0.01 --samples=64 --encoders mean --batch-sizes 8 --num-items=50 --dim=8 --max-len=10 --num-layers=1 --num-heads=1"
-)
+SMALL = each("--rounds=1 --seconds=0.01 --samples=64 --encoders mean --batch-sizes 8 --num-items=50 --dim=8 --max-len=10 --num-layers=1")
 OPTIONS = each("rounds seconds samples num-items dim max-len num-layers num-heads dropout threads batch-sizes")
 LARGE = ("1e9", str(10**12), "9" * 60)
 """Numbers that are sound for some options, and would measure for long or fill the machine."""

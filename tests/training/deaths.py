@@ -7,14 +7,11 @@ saving, on 2 and 3 ranks, under torchrun and as plain processes. The exit code i
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
-import multiprocessing
 import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +25,7 @@ from typing import Any
 import yaml
 
 from distrag import cli
+from tests.training.processes import run_processes
 from tests.training.runs import config, write_histories
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,26 +141,15 @@ def die_under_torchrun(folder: Path, death: Death, world_size: int, max_restarts
 
 
 def die_as_processes(folder: Path, death: Death, world_size: int) -> Outcome:
-    """Runs the death as plain processes with a rendezvous of their own, as Slurm's srun would start them."""
-    import torchrec.distributed.model_parallel  # noqa: F401 - once here instead of seconds in every fork
+    """Runs the death as plain processes."""
 
-    with socket.create_server(("localhost", 0)) as probe:
-        port = probe.getsockname()[1]
-    pipes = [os.pipe() for _ in range(world_size)]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(rank, world_size, port, folder, death, pipes)) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    for _, end in pipes:
-        os.close(end)
-    for process in processes:
-        process.join()
-    ended, said = time.time(), []
-    for start, _ in pipes:
-        with open(start, encoding="utf-8") as text:
-            said.append(text.read())
-    named = [int(rank) for text in said for rank in re.findall(_NAMES, text)]
-    return Outcome(ended - _time_of(death), [process.exitcode or 0 for process in processes], named, said)
+    def act() -> None:
+        arrange(death)
+        cli.main(["train", "--config", str(folder / "config.yaml")])
+
+    ended = run_processes(act, world_size)
+    named = [int(rank) for text in ended.said for rank in re.findall(_NAMES, text)]
+    return Outcome(ended.at - _time_of(death), ended.codes, named, ended.said)
 
 
 _NAMES = r"distrag train: rank (\d+) of"
@@ -170,19 +157,6 @@ _NAMES = r"distrag train: rank (\d+) of"
 
 def _time_of(death: Death) -> float:
     return float(death.at.read_text()) if death.at.exists() else float("nan")
-
-
-def _rank(rank: int, world_size: int, port: int, folder: Path, death: Death, pipes: list[tuple[int, int]]) -> None:
-    os.dup2(pipes[rank][1], 1)
-    os.dup2(pipes[rank][1], 2)
-    for start, end in pipes:
-        os.close(start)
-        os.close(end)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False)) for n in (1, 2))  # pytest has put its own there
-    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({"MASTER_ADDR": "localhost", **{name: str(value) for name, value in sizes.items()}})
-    arrange(death)
-    cli.main(["train", "--config", str(folder / "config.yaml")])
 
 
 LAUNCHERS: dict[str, Callable[[Path, Death, int], Outcome]] = {"torchrun": die_under_torchrun, "processes": die_as_processes}
@@ -206,7 +180,8 @@ def die(folder: Path, moment: str, how: str, *, launcher: str, world_size: int, 
     store = folder.parent / "store"
     if not store.exists():
         write_histories(store, 400)
-    keys = {"train__save_every": 2, "train__eval_every": 3, **keys}
+    # What is written beside the steps is met at any of them; in their way it has a place that can be told in advance.
+    keys = {"train__save_every": 2, "train__eval_every": 3, "train__async_save": False, **keys}
     (folder / "config.yaml").write_text(yaml.safe_dump(config(store, folder / "run", **keys)))
     return LAUNCHERS[launcher](folder, Death(moment, how, victim, folder / "died", turn), world_size)
 

@@ -24,15 +24,16 @@ from typing import Any
 import numpy as np
 import yaml
 
+from distrag import cli
 from distrag.checkpoint import load_checkpoint, newest_checkpoint, read_extra
 from distrag.config import read_config
-from distrag.leaving import PREEMPTED, Stopped
+from distrag.leaving import PREEMPTED
 from distrag.training.build import build_job
-from distrag.training.loop import train
 from distrag.training.optim import build_optimizer
 from distrag.world import open_world
 from tests.embedding.test_tables import full_tables
 from tests.ranks import run_ranks
+from tests.training.processes import children_of, run_processes
 from tests.training.runs import Reaches, config, cut, faults_of, losses_of, write_histories
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,38 +87,25 @@ def launch_forks(sections: dict[str, Any], world_size: int, is_time: Moment, vic
     """Trains on forks until `is_time()`; as `launch_torchrun`, but SIGTERM goes to every rank."""
     if how == "kill":
         return cut(sections, world_size, is_time, victim)
-    codes = run_ranks(_train_until_asked, world_size, sections, is_time)
-    assert len(set(codes)) == 1, codes
-    return bool(codes[0] == PREEMPTED)
+    ended = run_processes(lambda: _train_until_asked(sections, is_time), world_size)
+    codes = set(ended.codes)
+    if not (codes == {0} or codes <= {PREEMPTED, -signal.SIGTERM}):  # the latter while the ranks still look for each other
+        raise RuntimeError("\n".join([f"the ranks ended with {ended.codes}", *ended.said]))
+    return codes != {0}
 
 
-def _train_until_asked(sections: dict[str, Any], is_time: Moment) -> int:
-    over = threading.Event()
-
+def _train_until_asked(sections: dict[str, Any], is_time: Moment) -> None:
     def watch() -> None:
-        while not over.is_set() and not is_time():
+        while not is_time():
             time.sleep(0.002)
-        if not over.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    former = signal.signal(signal.SIGTERM, lambda *_: None)  # of a run that ends in the same moment
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        train(sections)
-        return 0
-    except Stopped as stopped:
-        return int(str(stopped.code))
-    finally:
-        over.set()
-        thread.join()
-        signal.signal(signal.SIGTERM, former)
-
-
-def children_of(pid: int) -> list[int]:
-    """Returns the processes that `pid` started."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for path in tasks for child in path.read_text().split())
+    threading.Thread(target=watch, daemon=True).start()
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(sections, file)
+        file.flush()
+        cli.main(["train", "--config", file.name])
+    os._exit(0)  # a signal of the same moment finds a run that has ended
 
 
 def kill_and_resume(

@@ -29,7 +29,6 @@ def run(tmp_path: Path) -> Path:
         ("evaluation", "raise", 2, 0, 2, "failed at evaluation after train step 9:\nValueError: bad row 17"),
         ("loading", "raise", 2, 1, 2, "failed at train step 3:\nValueError: bad row 17"),
         ("forward", "full", 2, 1, 2, "failed at train step 3:\nA file cannot be read or written\n  got:    File too large"),
-        ("saving", "full", 2, 1, 2, "failed at saving train step 4:\nA file cannot be read or written\n  got:    File too large"),
     ],
 )
 def test_the_others_end_at_once_and_name_the_rank_its_host_and_its_error(
@@ -49,6 +48,25 @@ def test_the_others_end_at_once_and_name_the_rank_its_host_and_its_error(
     again = die(run, "", "", launcher="processes", world_size=world_size, victim=0, train__resume=True)
     assert again.codes == [0] * world_size
     assert not (run / "run" / "errors").exists()
+
+
+def test_a_save_that_fails_on_one_rank_is_agreed_on_and_costs_no_checkpoint(run: Path) -> None:
+    seen = die(run, "saving", "full", launcher="processes", world_size=2, victim=1)
+    assert seen.seconds < LIMIT_S
+    assert seen.codes == [2, 2]
+    assert all("distrag train: A checkpoint cannot be written" in said for said in seen.said)
+    assert re.search(r"got: +rank 1: .*File too large", seen.said[0])
+    assert not re.search("Traceback|gloo", "".join(seen.said))
+    again = die(run, "", "", launcher="processes", world_size=2, victim=0, train__resume=True)
+    assert again.codes == [0, 0]
+
+
+def test_a_rank_that_dies_while_a_save_is_written_beside_the_steps_is_named_as_soon(run: Path) -> None:
+    seen = die(run, "saving", "kill", launcher="processes", world_size=2, victim=1, train__async_save=True)
+    assert seen.seconds < LIMIT_S
+    assert (seen.codes, seen.named) == ([1, -9], [1])
+    again = die(run, "", "", launcher="processes", world_size=2, victim=0, train__resume=True, train__async_save=True)
+    assert again.codes == [0, 0]
 
 
 def test_a_rank_that_hangs_is_named_after_the_time_limit_of_a_collective_and_shows_where(run: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.training.kills import PER_RANK, kill_and_resume
 
 
-@pytest.mark.parametrize(("worlds", "keys"), [((2, 1, 2), PER_RANK), ((2, 4), {}), ((2,), {})])
+@pytest.mark.parametrize(("worlds", "keys"), [((2, 1, 2), PER_RANK), ((2, 4), {"train__async_save": False}), ((2,), {})])
 def test_interruptions_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, worlds: tuple[int, ...], keys: dict[str, Any]) -> None:
     found = kill_and_resume(tmp_path, kills=3, terms=2, worlds=worlds, num_samples=500, seed=3, **keys)
     assert (found["kills"], found["terms"], found["terms_that_saved_their_last_step"]) == (3, 2, 2)

@@ -237,6 +237,7 @@ def test_a_second_change_of_ranks_in_one_epoch_still_trains_every_sample_once(st
         ({"encoder__dropout": 0.1}, "encoder.dropout 0.1"),
         ({"loss__num_negatives": 3}, "loss.num_negatives 3"),
         ({"tables__replicated_optimizer": "sgd"}, "tables.replicated_optimizer sgd"),
+        ({"data__truncate": "stochastic", "data__mean_cost_share": 0.9}, "data.truncate stochastic"),
         ({"train__refit": True}, "train.refit True"),
     ],
 )
@@ -247,6 +248,35 @@ def test_a_config_that_would_be_another_run_is_refused_with_what_differs(
     with pytest.raises(ValueError, match=message):
         train(config(store, resumable, train__resume=True, **changes))
     assert sorted((path, path.read_bytes()) for path in resumable.iterdir() if path.is_file()) == before
+
+
+def test_sharding_ranks_and_what_has_no_effect_may_differ_and_the_move_is_said(
+    store: Path, resumable: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(resumable, tmp_path / "run")
+    keys = {"tables__shard_rows": 1, "tables__per_table": {"item": "table_wise"}, "data__mean_cost_share": 0.5, "train__keep": 5}
+    run_ranks(lambda: train(config(store, run, train__resume=True, **keys)), 2)
+    said = capfd.readouterr().out
+    assert "saved by 1 rank(s), goes on with 2" in said
+    assert "table item resharded: row_wise -> table_wise, weights and optimizer state carried over" in said
+    assert "table kind resharded: replicated -> row_wise, weights carried over; rowwise_adagrad starts anew" in said
+    assert not faults_of(run, NUM_SAMPLES, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_warm_up_goes_on_where_it_was(store: Path, tmp_path: Path, world_size: int) -> None:
+    """Ten steps to a rate of 0.1, cut after the sixth: the seventh uses 0.07, and the loss scale is that of the save."""
+    keys = {"optim__lr": 0.1, "optim__warmup_steps": 10, "optim__schedule": "constant", "train__save_every": 6}
+    keys |= {"train__precision": "fp16", "train__loss_scale": 1024.0}
+    run_ranks(lambda: train_until(config(store, tmp_path / "run", **keys), 0, 6), world_size)
+    guard = last_of(tmp_path / "run")["guard"]
+    assert (guard["scale"], guard["good_steps"], guard["num_updates"]) == (1024.0, 6, 6)
+    run_ranks(lambda: train(config(store, tmp_path / "run", train__resume=True, **{**keys, "train__max_steps": 7})), world_size)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert lines[-1]["step"] == 7
+    assert lines[-1]["lr"] == pytest.approx(0.07)
+    guard = last_of(tmp_path / "run")["guard"]
+    assert (guard["scale"], guard["good_steps"], guard["num_updates"]) == (1024.0, 7, 7)
 
 
 @pytest.fixture(scope="module")

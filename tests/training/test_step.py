@@ -16,6 +16,7 @@ from distrag.data.write import write_store
 from distrag.embedding.config import TablesConfig
 from distrag.encoder import ENCODERS
 from distrag.training.build import Job, build_job
+from distrag.training.guard import Guard
 from distrag.training.optim import Schedule, build_optimizer
 from distrag.training.step import train_step
 from distrag.world import start_world
@@ -78,7 +79,7 @@ def test_the_gradient_that_the_dense_part_sees_does_not_depend_on_the_dealing(tm
         job = build(tmp_path, ROWS, task="conversion")
         optimizer, view = build_optimizer(job.parallel, job.config.optim, job.config.tables), job.views["train"]
         batch = job.collate(view, np.array(dealing[job.world.rank], np.int64), global_count=5.0)
-        return float(train_step(job.parallel, optimizer, batch, job.world, want_norm=True).grad_norm)
+        return float(train_step(job.parallel, optimizer, batch, job.world, guard=Guard()).grad_norm)
 
     expected = run_ranks(norm, 1, [[0, 1, 2, 3, 4]])[0]
     assert expected > 0
