@@ -36,14 +36,13 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_Loader` would take for numbers."""
+    """Quotes the texts that `_Loader`, or another reader of YAML, would take for something else."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in its if tag not in _DROPPED] for first, its in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _kind in (_Loader, _Dumper):
-    _kind.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in its if tag not in _DROPPED]
-        for first, its in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
     _kind.add_implicit_resolver(_FLOAT, _FLOATS, list("-+0123456789."))
     _kind.add_implicit_resolver(_INT, _INTS, list("-+0123456789"))
 
