@@ -64,7 +64,7 @@ def test_a_cost_of_another_model_or_device_is_not_taken(change: dict[str, Any], 
 
 
 def test_a_cost_holds_for_other_budgets_seeds_and_folders() -> None:
-    other = config(batching={"max_tokens": 999}, train={"seed": 3, "run_dir": "elsewhere"}, data={"path": "elsewhere"})
+    other = config(batching={"max_tokens": 999}, train={"seed": 3, "run_dir": "elsewhere/run"}, data={"path": "elsewhere/store"})
     assert choose_cost(other, ARITHMETIC, fitted(config()), "cpu")[0] == (2e-6, 0.0, 1e-5)
 
 
