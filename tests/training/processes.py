@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ def run_processes(act: Callable[[], object], world_size: int) -> Ended:
     """Runs `act` on so many ranks, which start their own process group, and waits for the last of them to be gone."""
     import torchrec.distributed.model_parallel  # noqa: F401 - once here instead of seconds in every fork
 
+    gc.collect()
     torch.set_num_threads(1)  # as torchrun does: sums come out in one order
     with socket.create_server(("localhost", 0)) as probe:
         port = probe.getsockname()[1]
@@ -58,6 +60,7 @@ def _read(pipe: int) -> str:
 
 
 def _rank(rank: int, world_size: int, port: int, act: Callable[[], object], pipes: list[tuple[int, int]]) -> None:
+    gc.freeze()  # what earlier tests left to the collector would wait here for threads that a fork does not have
     os.dup2(pipes[rank][1], 1)
     os.dup2(pipes[rank][1], 2)
     for start, end in pipes:
