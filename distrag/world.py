@@ -182,8 +182,8 @@ def start_world(device: str = "auto", *, timeout_s: float = 300.0) -> World:
     # The object collectives travel on gloo, tensors on nccl where the device is a GPU.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout_s)
+    _end_with_agent()
     if size > 1:
-        _end_with_agent()
         _join_others(backend, limit)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)

@@ -20,7 +20,7 @@ class Interrupt:
 
     Until `patient` is set nothing is worth saving, and a signal ends the run at once; from then on it only sets `signal`, which the run
     asks for. A second SIGTERM changes nothing (Slurm sends two). After a Ctrl-C, another one or a SIGTERM (which torchrun makes of a
-    second Ctrl-C) ends the process at once.
+    second Ctrl-C) ends the process at once, as does a second Ctrl-C after a SIGTERM.
 
     Attributes:
         signal: the first signal, 0 for none.
@@ -29,7 +29,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signal, self.patient = 0, False
-        self._tells = False
+        self._tells = self._pressed = False
         self._former: dict[int, Any] = {}
 
     def listen(self, world: World) -> None:
@@ -51,9 +51,10 @@ class Interrupt:
         self._former.clear()
 
     def _hear(self, number: int, _: FrameType | None) -> None:
-        if self.signal == signal.SIGINT:
+        if self._pressed:
             _write("\x1b[?25h" if os.isatty(2) else "")  # the progress line has hidden the cursor
             os._exit(CTRL_C)
+        self._pressed = number == signal.SIGINT
         if self.signal:
             return
         self.signal = number

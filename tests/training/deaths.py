@@ -152,7 +152,7 @@ def die_as_processes(folder: Path, death: Death, world_size: int) -> Outcome:
     return Outcome(ended.at - _time_of(death), ended.codes, named, ended.said)
 
 
-_NAMES = r"distrag train: rank (\d+) of"
+_NAMES = r"(?:distrag train: |got:    )rank (\d+)(?: of|: bad)"
 
 
 def _time_of(death: Death) -> float:

@@ -16,6 +16,7 @@ from distrag.training.interrupt import Interrupt
 from distrag.training.loop import train
 from distrag.world import start_world
 from tests.training.deaths import die
+from tests.training.processes import run_processes
 from tests.training.runs import config, losses_of, read_lines, write_histories
 from tests.training.test_resume import last_of, same
 
@@ -139,4 +140,20 @@ def test_a_second_sigterm_changes_nothing() -> None:
         interrupt.patient = True
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)  # a first Ctrl-C after it only counts
         assert interrupt.signal == signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, *[signal.SIGINT] * 2)]
+)
+def test_a_second_ctrl_c_ends_the_process_at_once(numbers: tuple[int, ...]) -> None:
+    def wait() -> None:
+        with Interrupt() as interrupt:
+            interrupt.listen(start_world("cpu"))
+            interrupt.patient = True
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        os._exit(0)
+
+    assert run_processes(wait, 1).codes == [CTRL_C]
