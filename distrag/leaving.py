@@ -61,7 +61,9 @@ def leaving_error(error: BaseException, peers: Peers) -> BaseException:
 def verdict_error(verdict: Verdict, peers: Peers) -> BaseException:
     """Returns the error of a rank that ends because of others; writes down those that could not do it themselves."""
     if verdict[0].kind == "stopped":
-        return Stopped(verdict[0].code, verdict[0].error)
+        # Ranks that train stop together: this is the start. The first rank tells, though another was asked.
+        said = f"stopped by {verdict[0].error} before the first step; there was nothing to save" if peers.rank == 0 else ""
+        return Stopped(verdict[0].code, verdict[0].error, said)
     _write_down(peers, verdict)
     return RanksFailed("\n".join(filter(None, [describe(verdict, len(peers.hosts)), peers.todo])))
 

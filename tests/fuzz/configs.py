@@ -99,7 +99,10 @@ def _keeps(key: tuple[str, ...], value: str, run: Path) -> Any:
 
     def look(_ended: Ended) -> str:
         kept = take(yaml.safe_load((run / "config.yaml").read_text()), key)
-        given = yaml.safe_load(f"x: {value}\n")["x"]
+        try:
+            given = yaml.safe_load(f"x: {value}\n")["x"]
+        except ValueError:  # a date that is none is a text
+            given = value
         if isinstance(given, str) and given.strip() == "" and kept in ("", None):
             return ""
         if given is None and key[0] in ("encoder", "loss"):
