@@ -203,6 +203,9 @@ def _check_places(config: RunConfig) -> None:
         if path is not None and (is_url(path) or not path.strip()):
             todo = f"set --{key} to a folder"
             raise problem("A folder of this machine is needed", got=path, wanted="a path without ://", where=key, todo=todo)
+    if cache is not None and os.path.dirname(os.path.realpath(cache)) == os.path.realpath(cache):
+        todo = "set --data.cache to a folder of its own, such as data/cache"
+        raise problem("The cache has no folder of its own", got=cache, wanted="a folder", where="data.cache", todo=todo)
     run, here = os.path.realpath(run_dir), os.path.realpath(".")
     store = os.path.realpath(config.data.path) if config.data.path and not is_url(config.data.path) else ""
     for name, other in (("the folder that distrag was started in", here), ("the store", store)):
