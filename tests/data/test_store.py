@@ -353,3 +353,12 @@ def test_labels_and_weights_that_cannot_be_used_are_named(tmp_path: Path, label:
     with pytest.raises(ValueError, match="A number cannot be used") as caught:
         check_values(store)
     assert told in str(caught.value)
+
+
+def test_a_column_whose_name_is_no_text_is_refused_by_file(tmp_path: Path) -> None:
+    write_store(tmp_path / "store", history={"item": np.arange(3)}, offsets=np.array([0, 1, 3]))
+    path = tmp_path / "store" / "samples.arrow"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"item", b"it\xcem"))
+    with pytest.raises(ValueError, match=r"(?s)samples.arrow"):
+        open_store(tmp_path / "store")
