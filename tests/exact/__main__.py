@@ -35,7 +35,8 @@ def main() -> None:
         store = build_store(Path(folder) / "store")
         refused = {case: text for case in cases if (text := _refused(case, store, args.worlds))}
         rows = []
-        for at in range(0, len(left := [case for case in cases if case not in refused]), _AT_ONCE):
+        left = [case for case in cases if case not in refused]
+        for at in range(0, len(left), _AT_ONCE):
             rows += _run(left[at : at + _AT_ONCE], args.worlds, store, Path(folder) / f"part-{at}")
     _summary(rows, refused, time.perf_counter() - started)
     if args.json:
