@@ -13,7 +13,8 @@ from distrag.bench.balance import measure, verdict
 from distrag.bench.histories import draw_histories
 from distrag.bench.ragged import write_histories
 from distrag.bench.walk import Task, grouped_name, walk_grouped, walk_plan, walk_random
-from distrag.cli import BENCHES, main
+from distrag.cli import main
+from distrag.cli.plans import BENCHES
 
 
 def test_balance_of_steps_done_by_hand() -> None:

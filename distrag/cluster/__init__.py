@@ -1,0 +1,1 @@
+"""a run -> a job on this machine, Slurm or Kubernetes."""

@@ -1,0 +1,1 @@
+"""this machine -> what can train on it, and what to mend."""
