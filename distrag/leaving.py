@@ -15,6 +15,8 @@ from distrag.problem import problem
 
 PREEMPTED, CTRL_C = 75, 130
 """Exit codes of a run that was asked to stop by SIGTERM, and by SIGINT. Under an elastic torchrun 0 would mean that the job is done."""
+REFUSED = 2
+"""Exit code of a command that was given what cannot be; it is the same however often it is started."""
 
 
 class Stopped(SystemExit):

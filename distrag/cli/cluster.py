@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from distrag.cli.words import command_parser, full_words
@@ -74,7 +75,10 @@ def _follow(runner: Any, handle: str, *, watches: bool) -> None:
     local = handle.startswith("local_cwd:")
     print(handle, flush=True)
     if not (watches or local):
-        print(f"`distrag jobs logs {handle} --follow` shows what it prints, `distrag jobs cancel {handle}` ends it after a save")
+        print(
+            f"`distrag jobs logs {handle} --follow` shows what it prints, `distrag jobs cancel {handle}` ends it after a save",
+            file=sys.stderr,
+        )
         return
     try:
         told = print_logs(runner, handle, follows=True)

@@ -5,7 +5,7 @@
 | 1 | `sizes`, `resources`, `environment` | words of the user | a Size, a Resource, variables; all refusals |
 | 2 | `app` | those, and the words of the command | an AppDef: one role, as many replicas as machines |
 | 3 | TorchX, `slurm` | the AppDef | processes, an sbatch script, or a Volcano job |
-| 4 | torchrun on each machine | the command | ranks |
+| 4 | `agent`, which is torchrun, on each machine | the command | ranks, and an exit code that tells why they ended |
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ SETTINGS = {
 }
 """What every job has in its environment, unless the user says otherwise."""
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # one that torchrun does not name ends the agent and leaves its workers alone
 _SHUTDOWN_S = 120
 _STAGE_S = 24 * 3600
 
@@ -80,10 +79,10 @@ def build_ranks(command: str, words: Sequence[str], spec: Spec, *, first: str = 
     for what, number in (("max_restarts", spec.max_restarts), ("max_retries", spec.max_retries)):
         if number < 0:
             raise problem("Not a number of times", got=number, wanted="0 or more", where=what, todo=f"set {what} to 0 or more")
-    torchrun = [_python(spec), "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-id", macros.app_id]
+    torchrun = [_python(spec), "-m", "distrag.cluster.agent", "--rdzv-backend", "c10d", "--rdzv-id", macros.app_id]
     torchrun += ["--nnodes", f"{spec.size.least}:{spec.size.nodes}" if spec.size.is_elastic else str(spec.size.nodes)]
     torchrun += ["--nproc-per-node", str(spec.size.ranks), "--max-restarts", str(spec.max_restarts)]
-    torchrun += ["--signals-to-handle", _SIGNALS, "--shutdown-timeout", str(_SHUTDOWN_S), "--tee", "3", "--role", ""]
+    torchrun += ["--shutdown-timeout", str(_SHUTDOWN_S), "--tee", "3", "--role", ""]
     if first and spec.size.nodes > 1:
         torchrun += ["--rdzv-conf", f"timeout={_STAGE_S}"]
     if spec.log_dir:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import time
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Stream, filter_regex
-from torchx.schedulers.slurm_scheduler import SLURM_STATES, SlurmScheduler
+from torchx.schedulers.slurm_scheduler import SLURM_STATES, SlurmBatchRequest, SlurmScheduler
 from torchx.specs import AppState, ReplicaStatus, Role, RoleStatus
 
+from distrag.leaving import PREEMPTED, REFUSED
 from distrag.problem import problem
 
 ASK_S = 2.0
@@ -84,6 +86,28 @@ class Part:
         return (role, int(number)) if role and number.isdigit() else (self.name, 0)
 
 
+_END = """
+# {preempted}: stopped from outside, as by a job that goes first, and saved; it is not counted. {refused}: would be the same again.
+again=$((exitcode != 0 && exitcode != {refused} && ${{SLURM_RESTART_COUNT:-0}} < {retries}))
+if [ $exitcode -eq {preempted} ] || [ $again -eq 1 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $exitcode
+"""
+
+
+class _Batch(SlurmBatchRequest):
+    """The job's script, with TorchX's last lines replaced: those start a job again that is refused, and not one that is pre-empted."""
+
+    def materialize(self) -> str:
+        """Returns the script."""
+        script: str
+        script, told, _ = super().materialize().partition('echo "job exited with code $exitcode"')
+        if not told:
+            raise AssertionError("this is not the script of torchx 0.7")
+        return script + told + _END.format(preempted=PREEMPTED, refused=REFUSED, retries=self.max_retries)
+
+
 class Slurm(SlurmScheduler):
     """Jobs on Slurm."""
 
@@ -95,6 +119,7 @@ class Slurm(SlurmScheduler):
 
     def _submit_dryrun(self, app: Any, cfg: Any) -> Any:
         info = super()._submit_dryrun(app, cfg)
+        info.request = _Batch(**{each.name: getattr(info.request, each.name) for each in dataclasses.fields(info.request)})
         for replica in info.request.replicas.values():
             replica.sbatch_opts |= {name: str(cfg[name]) for name in _OPTIONS if cfg.get(name)}
             replica.sbatch_opts["open-mode"] = replica.srun_opts["open-mode"] = "append"
