@@ -119,8 +119,8 @@ def _jobs(args: argparse.Namespace) -> None:
     with open_runner() as runner:
         if args.what == "list":
             check_scheduler(args.scheduler)
-            for handle, state, name in list_jobs(runner, args.scheduler):
-                print(f"{handle:32} {state:10} {name}")
+            for handle, state in list_jobs(runner, args.scheduler):
+                print(f"{handle:32} {state}")
             return
         handle = parse_handle(args.handle)
         if args.what == "status":

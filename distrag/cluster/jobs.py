@@ -166,10 +166,10 @@ def as_json(told: Told) -> dict[str, Any]:
     return {"handle": told.handle, "state": told.state.name.lower(), "said": told.said, "replicas": replicas}
 
 
-def list_jobs(runner: Runner, scheduler: str) -> list[tuple[str, str, str]]:
-    """Returns handle, state and name of a scheduler's jobs, those of the last seven days on Slurm.
+def list_jobs(runner: Runner, scheduler: str) -> list[tuple[str, str]]:
+    """Returns handle and state of a scheduler's jobs, those of the last seven days on Slurm.
 
     Raises:
         ValueError: the scheduler is not there.
     """
-    return [(f"{scheduler}://distrag/{each.app_id}", each.state.name.lower(), each.name) for each in runner.list(scheduler)]
+    return [(f"{scheduler}://distrag/{each.app_id}", each.state.name.lower()) for each in runner.list(scheduler)]

@@ -46,7 +46,7 @@ _STATES = {
     "STAGE_OUT": AppState.RUNNING,
     "STOPPED": AppState.PENDING,
 }
-_WORST_FIRST = (
+_FIRST = (
     AppState.RUNNING,
     AppState.PENDING,
     AppState.FAILED,
@@ -101,11 +101,10 @@ class _Batch(SlurmBatchRequest):
 
     def materialize(self) -> str:
         """Returns the script."""
-        script: str
         script, told, _ = super().materialize().partition('echo "job exited with code $exitcode"')
         if not told:
             raise AssertionError("this is not the script of torchx 0.7")
-        return script + told + _END.format(preempted=PREEMPTED, refused=REFUSED, retries=self.max_retries)
+        return f"{script}{told}" + _END.format(preempted=PREEMPTED, refused=REFUSED, retries=self.max_retries)
 
 
 class Slurm(SlurmScheduler):
@@ -156,8 +155,7 @@ class Slurm(SlurmScheduler):
             roles.setdefault(name, Role(name=name, num_replicas=0, image="")).num_replicas += 1
             status = ReplicaStatus(id=number, role=name, state=part.state, hostname=part.host)
             told.setdefault(name, RoleStatus(name, [])).replicas.append(status)
-        states = {part.state for part in parts}
-        state = next(each for each in _WORST_FIRST if each in states)
+        state = _whole(parts)
         said = ", ".join(dict.fromkeys(part.said for part in parts))
         return DescribeAppResponse(app_id=app_id, roles=list(roles.values()), roles_statuses=list(told.values()), state=state, msg=said)
 
@@ -167,7 +165,7 @@ class Slurm(SlurmScheduler):
         found: dict[str, list[Part]] = {}
         for part in _ask_sacct(week) + _ask_squeue(["--me"]):
             found.setdefault(part.job, []).append(part)
-        return [ListAppResponse(app_id=job, state=parts[-1].state, name=parts[-1].name) for job, parts in found.items()]
+        return [ListAppResponse(app_id=job, state=_whole(parts)) for job, parts in found.items()]
 
     def _cancel_existing(self, app_id: str) -> None:
         _run(["scancel", app_id])
@@ -197,6 +195,12 @@ class Slurm(SlurmScheduler):
         """
         lines = _follow(self, app_id, f"slurm-{app_id}-{role_name}-{k}.out", should_tail)
         return filter_regex(regex, lines) if regex else lines
+
+
+def _whole(parts: Sequence[Part]) -> AppState:
+    """Returns the state of a job whose parts have these."""
+    states = {part.state for part in parts}
+    return next(each for each in _FIRST if each in states)
 
 
 def create_scheduler(session_name: str, **_: object) -> Slurm:
