@@ -1,4 +1,4 @@
-"""What started the ranks: a torchrun agent, a Slurm job, or nobody."""
+"""What started the ranks: a torchrun agent, a Slurm job, a job of TorchX, or nobody."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Launch:
-    """What started the ranks, so that a second start by the same torchrun or Slurm job can be told from another run.
+    """What started the ranks, so that a second start by the same torchrun or job can be told from another run.
 
     Attributes:
-        names: torchrun agents and Slurm jobs of all ranks, to be written down.
+        names: torchrun agents and jobs of all ranks, to be written down.
         again: those of `names` under which this start is a later one, if they were written down before.
     """
 
@@ -23,7 +23,7 @@ class Launch:
 
 
 def launch_here(environ: Mapping[str, str]) -> Launch:
-    """Returns what started this process: the torchrun agent above it, and its Slurm job.
+    """Returns what started this process: the torchrun agent above it, its Slurm job, its job of TorchX.
 
     Args:
         environ: the process's environment.
@@ -36,6 +36,8 @@ def launch_here(environ: Mapping[str, str]) -> Launch:
     if job := environ.get("SLURM_JOB_ID"):
         names |= {f"slurm {job}"}
         again |= {f"slurm {job}"} if int(environ.get("SLURM_RESTART_COUNT", "0")) > 0 else set()
+    if job := environ.get("TORCHX_JOB_ID"):  # the same for every pod that Kubernetes starts for a job, one after another
+        names, again = names | {f"torchx {job}"}, again | {f"torchx {job}"}
     return Launch(frozenset(names), frozenset(again))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchx.specs import AppDef
 
-from distrag.cluster.app import build_alone, build_both, build_ranks, read_spec
+from distrag.cluster.app import build_alone, build_both, build_ranks, read_spec, refuses
 from distrag.cluster.environment import parse_pairs, split_list
 
 
@@ -16,6 +16,7 @@ def _spec(j: str, env: str, mounts: str, **rest: Any) -> Any:
     return read_spec(j, env=parse_pairs(split_list(env)), mounts=[mounts] if mounts else [], **rest)
 
 
+@refuses
 def train(
     *words: str,
     config: str,
@@ -57,6 +58,7 @@ def train(
     return build_ranks("train", ["--config", config, *words], spec)
 
 
+@refuses
 def evaluate(
     *words: str,
     run: str,
@@ -89,6 +91,7 @@ def evaluate(
     return build_ranks("evaluate", [run, *words], spec)
 
 
+@refuses
 def prepare(
     *words: str,
     source: str,
@@ -119,6 +122,7 @@ def prepare(
     return build_alone("prepare", [*split_list(source), "--out", out, *words], spec)
 
 
+@refuses
 def plan(
     *words: str,
     config: str,
@@ -149,12 +153,16 @@ def plan(
     return build_alone("plan", [config, "--world-size", str(world_size), *words], spec)
 
 
+@refuses
 def prepare_and_train(
     *words: str,
     source: str,
     out: str,
     config: str,
-    prepare_words: str = "",
+    schema: str = "",
+    user: str = "",
+    item: str = "",
+    time: str = "",
     j: str = "1x1",
     resource: str = "",
     cpu: int = 0,
@@ -176,7 +184,10 @@ def prepare_and_train(
         source: files, folders, globs, a schema YAML, ml-100k or synthetic; several with commas between
         out: folder of the store
         config: YAML of a run; its data.path becomes `out`
-        prepare_words: more words of `distrag prepare`, with commas between: --user,uid,--item,sku
+        schema: YAML that names features
+        user: column of the user in a CSV of events
+        item: column of the item in a CSV of events
+        time: column of the time in a CSV of events
         j: job size: RANKS, MACHINESxRANKS or LEAST:MOSTxRANKS (elastic)
         resource: what a machine has, by name
         cpu: cores of a machine
@@ -193,5 +204,6 @@ def prepare_and_train(
     """
     options = {"resource": resource, "cpu": cpu, "gpu": gpu, "memory": memory, "name": name, "image": image}
     spec = _spec(j, env, mounts, **options, max_restarts=max_restarts, max_retries=max_retries, port=port, log_dir=log_dir)
-    source_words = [*split_list(source), *split_list(prepare_words)]
-    return build_both(source_words, out, ["--config", config, *words], spec)
+    given = {"--schema": schema, "--user": user, "--item": item, "--time": time}
+    more = [word for name, value in given.items() if value for word in (name, value)]
+    return build_both([*split_list(source), *more], out, ["--config", config, *words], spec)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "distrag").rglob("*.py"))
 SHARDING = {"distrag/world.py", "distrag/embedding/plan.py", "distrag/embedding/planner.py", "distrag/parallel.py"}
 SHARDING |= {"distrag/checkpoint/board.py", "distrag/checkpoint/tensors.py"}
+SHARDING |= {"distrag/cluster/agent.py"}  # which is torchrun, and no rank
 ENVIRONMENT = {"distrag/world.py"}
 TOP = {"pyproject.toml", "distrag", "launch", "tests", "configs", "README.md"}
 VAGUE = {"utils", "common", "helpers", "base", "core"}

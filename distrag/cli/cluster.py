@@ -70,6 +70,8 @@ def _submit_parser() -> argparse.ArgumentParser:
 
 def _follow(runner: Any, handle: str, *, watches: bool) -> None:
     """Prints the handle, and all that the job prints where it is watched; a job of this machine always is, and ends with this process."""
+    from torchx.schedulers.local_scheduler import SignalException
+
     from distrag.cluster.jobs import describe, print_logs
 
     local = handle.startswith("local_cwd:")
@@ -83,9 +85,10 @@ def _follow(runner: Any, handle: str, *, watches: bool) -> None:
     try:
         told = print_logs(runner, handle, follows=True)
     except KeyboardInterrupt:
-        if not local:
-            print(f"\n{handle} goes on; `distrag jobs logs {handle} --follow` shows it again")
+        print(f"\n{handle} goes on; `distrag jobs logs {handle} --follow` shows it again")
         raise
+    except SignalException as stopped:  # TorchX's own, where the job is of this machine; it ends with this process, after a save
+        raise SystemExit(128 + stopped.sigval) from None
     print(describe(told))
     if told.state.name != "SUCCEEDED":
         raise SystemExit(1)

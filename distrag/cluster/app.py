@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -62,6 +63,19 @@ class Spec:
     mounts: Sequence[str] = ()
     port: int = 0
     log_dir: str = ""
+
+
+def refuses(component: Callable[..., AppDef]) -> Callable[..., AppDef]:
+    """Returns a TorchX component whose refusals are a message, not a traceback."""
+
+    @functools.wraps(component)
+    def told(*args: Any, **options: Any) -> AppDef:
+        try:
+            return component(*args, **options)
+        except ValueError as error:
+            raise SystemExit(f"distrag: {error}") from None
+
+    return told
 
 
 def build_ranks(command: str, words: Sequence[str], spec: Spec, *, first: str = "") -> AppDef:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchx.runner import Runner
 from torchx.schedulers import get_scheduler_factories
-from torchx.specs import AppState, AppStatus
+from torchx.specs import NONE, AppState, AppStatus
 
 from distrag.cluster.slurm import ASK_S, create_scheduler
 from distrag.problem import problem
@@ -88,7 +88,11 @@ def ask(runner: Runner, handle: str) -> Told:
             "There is no such job", got=handle, wanted="a job that the scheduler knows", where=handle.partition(":")[0], todo=todo
         )
     replicas = [(each.role, each.id, AppState(int(each.state)), each.hostname) for role in status.roles for each in role.replicas]
-    return Told(handle, status.state, str(status.msg or ""), sorted(replicas, key=lambda each: each[:2]))
+    if not replicas and handle.startswith("local_cwd:"):  # which tells nothing of them
+        app = runner.describe(handle)
+        replicas = [(role.name, number, status.state, "") for role in (app.roles if app else []) for number in range(role.num_replicas)]
+    said = "" if status.msg in (None, NONE) else str(status.msg)
+    return Told(handle, status.state, said, sorted(replicas, key=lambda each: each[:2]))
 
 
 def cancel(runner: Runner, handle: str) -> Told:
