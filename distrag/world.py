@@ -78,6 +78,14 @@ class World:
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return value
 
+    def all_to_all(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the rank's row of every rank's `value` `[W, ...]`, in rank order."""
+        if self.size == 1:
+            return value.clone()
+        out = torch.empty_like(value)
+        dist.all_to_all_single(out, value.contiguous())
+        return out
+
     def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Returns every rank's `value` (equal shapes) in rank order."""
         if self.size == 1:

@@ -92,7 +92,7 @@ def run_job(job: Job, interrupt: Interrupt | None = None) -> RunResult:
     again = bool(world.broadcast_object(world.on_first(lambda: _is_second_start(folder, world))))
     resumes = again or job.config.train.resume
     if resumes:
-        world.on_first(lambda: _check_free(folder))
+        world.on_first(lambda: check_free(folder))
     start = find_start(job, folder, resumes=resumes)
     state = start.state
     if state is not None and is_finished(state, job.config):
@@ -229,7 +229,7 @@ def _open(job: Job, folder: Path, state: dict[str, Any] | None, *, again: bool =
         The notes, and the open lock that tells other runs that this one lives.
     """
     check_run_dir(folder)
-    _check_free(folder)
+    check_free(folder)
     notes = []
     if state is None and not again and ((folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir()):
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
@@ -265,7 +265,7 @@ def _is_second_start(folder: Path, world: World) -> bool:
     return bool(begun_by & world.launch.again)
 
 
-def _check_free(folder: Path) -> None:
+def check_free(folder: Path) -> None:
     """Refuses the folder of a run that still lives; the kernel lets go of a dead run's lock."""
     if not (folder / _LOCK).exists():
         return
